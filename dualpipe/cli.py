@@ -205,7 +205,7 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
     from dualpipe.plan.counted_stages import uncounted_layers
-    from dualpipe.plan.memory import check_run, estimate, table
+    from dualpipe.plan.memory import approximations, check_run, estimate, table
     from dualpipe.runtime import device as cuda
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model
@@ -224,7 +224,8 @@ def _memory(args: argparse.Namespace) -> None:
     check_optimizer(config.optimizer, model)
     if is_on_cpu:
         print("for the CPU, as torch finds no CUDA device here; --parallel.device cuda estimates GPUs", file=sys.stderr)
-    for line in (*table(estimate(config, model), config.memory.capacity), *uncounted_layers(model)):
+    memory = estimate(config, model)
+    for line in (*table(memory, config.memory.capacity), *uncounted_layers(model), *approximations(config)):
         print(line)
     if args.timeline:
         ranks = memory_timeline.timeline(config, model)

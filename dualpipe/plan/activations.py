@@ -2,7 +2,8 @@
 
 The stage's segments run as the pipeline runs them, forward and backward, on meta tensors, and the live storages are
 counted, each once. For GPUs the count leaves out attention's scores, which the CPU saves and fused kernels do not. For
-the CPU it includes the temporaries of the kernels' PyTorch references (REFERENCES). Deferred weight gradients are not
+the CPU it includes the temporaries of the kernels' PyTorch references (REFERENCES), and with context parallelism what
+one of the ranks that share a sequence holds of the others' rows. Deferred weight gradients are not
 computed, so that their temporaries do not count: on GPUs these do not grow with the micro-batch.
 
 In a run of equal neighbouring layers, each layer from the third on adds the same number of bytes, so that long runs are
@@ -14,7 +15,7 @@ Dimension letters: S sequence.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dualpipe.models.hub import HubConfig
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.pipeline.overlap import walk
@@ -36,7 +38,8 @@ from dualpipe.train.config.model_config import TrainedModel
 # the kernels of GPUs have none.
 REFERENCES = {
     "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
-    "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
+    "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "swiglu_backward, clamped": 5.25,
+    "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
 }
 
 
@@ -45,8 +48,6 @@ class ActivationBytes(NamedTuple):
 
     saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
     input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
-    inside_forward, inside_backward: the part of the peak of a forward and of a "B" that is temporaries inside of a
-    kernel's PyTorch reference. Only the CPU runs references, one at a time: those of a pair are not alive together.
     """
 
     saved: int
@@ -54,8 +55,14 @@ class ActivationBytes(NamedTuple):
     forward: int
     backward: int
     input_backward: int
-    inside_forward: int = 0
-    inside_backward: int = 0
+
+
+class PairedAction(NamedTuple):
+    """Action of a pair: its kind, "F", "B" or "I", and its stage; see `activation_bytes`."""
+
+    kind: str
+    layers: range
+    last: bool
 
 
 # Entries of `ActivationBytes` that include the tensors which attention saves.
@@ -65,7 +72,7 @@ _WITH_ATTENTION = frozenset({"saved", "forward", "backward", "input_backward"})
 def activation_bytes(
     model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
     recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, last: bool = False, cpu: bool = False,
-    has_documents: bool = False,
+    has_documents: bool = False, cp: int = 1, cp_method: str = "auto",
 ) -> ActivationBytes:
     """Return the bytes that layers take for a micro-batch of (batch, sequence_length) tokens.
 
@@ -83,13 +90,65 @@ def activation_bytes(
         last: True for the last stage, which also has the head and the loss. Each layer for multi-token prediction in
             `layers` adds a head, a loss and the tokens that it embeds.
         cpu: count for a CPU, not for GPUs.
-        has_documents: sequences hold several documents. The masks that separate them count for models of transformers;
-            native models need no masks.
+        has_documents: sequences hold several documents. The masks that separate them count on the CPU, and for models
+            of transformers; native models need no masks on GPUs.
+        cp: number of ranks that share a sequence, for a native model on the CPU. The bytes are those of the rank with
+            the most.
+        cp_method: value of parallel.cp_method.
     """
-    work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents)
+    work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
+                    cp_method=cp_method)
+    runs = _runs_of_layers(model, layers, recompute, cp)
+    by_rank = [_bytes_of_runs(model, runs, probe, last, sequence_length) for probe in _probes(model, work)]
+    return ActivationBytes(*(round(max(sizes) * work.tokens) for sizes in zip(*by_rank)))
+
+
+def pair_bytes(
+    model: TrainedModel, pair: tuple[PairedAction, PairedAction], *, batch: int, sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16, recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, cpu: bool = False,
+    has_documents: bool = False, cp: int = 1, cp_method: str = "auto",
+) -> int:
+    """Return the peak bytes of two overlapping actions, beyond those before or after them, whichever are more.
+
+    Before a pair, the micro-batches of its backwards are saved; after it, those of its forwards, and what an "I"
+    defers. In between, a forward has saved its first layer before the backward has released its last. Long runs of
+    equal layers are shortened: at most two layers are in use at once. Arguments: see `activation_bytes`.
+    """
+    work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
+                    cp_method=cp_method)
+    actions = tuple(
+        (kind, tuple(chain.from_iterable(_shortened(_runs_of_layers(model, layers, recompute, cp)))), last)
+        for kind, layers, last in pair)
+    most = max(_pair_bytes_per_token(model, actions, probe, sequence_length) for probe in _probes(model, work))
+    return round(most * work.tokens)
+
+
+def _probes(model: TrainedModel, work: Workload) -> list[Workload]:
+    """Return the workloads to run, for the ranks that may have the most memory of those that share a sequence.
+
+    The first one has the most tokens; those in the middle receive rows from before each of their two chunks.
+    """
     probe = workload_to_run(model, work)
-    runs = [list(run) for _, run in groupby(layer_kinds(model, layers, recompute))]
-    short_runs = [run[:2] if len(run) > 3 else run for run in runs]
+    return [probe._replace(cp_rank=rank) for rank in sorted({0, probe.cp // 2})]
+
+
+def _runs_of_layers(
+    model: TrainedModel, layers: range, recompute: Iterable[str], cp: int
+) -> list[list[LayerKind]]:
+    """Return the kinds of layers by run of equal neighbouring layers."""
+    return [list(run) for _, run in groupby(layer_kinds(model, layers, recompute, cp=cp))]
+
+
+def _shortened(runs: Iterable[list[LayerKind]]) -> list[list[LayerKind]]:
+    """Return the runs, those of more than three layers shortened to two."""
+    return [run[:2] if len(run) > 3 else run for run in runs]
+
+
+def _bytes_of_runs(
+    model: TrainedModel, runs: list[list[LayerKind]], probe: Workload, last: bool, sequence_length: int
+) -> tuple[float, ...]:
+    """Return `ActivationBytes` per token of a stage with runs of equal layers. probe: see `workload_to_run`."""
+    short_runs = _shortened(runs)
 
     def token_bytes(*runs: list[LayerKind]) -> tuple[float, ...]:
         sizes = _token_bytes(model, tuple(chain.from_iterable(runs)), probe, last)
@@ -102,7 +161,7 @@ def activation_bytes(
         if num_left_out:
             one_more = token_bytes(*short_runs[:i], run[:3], *short_runs[i + 1 :])
             total = tuple(size + num_left_out * (more - base) for size, more, base in zip(total, one_more, shortened))
-    return ActivationBytes(*(round(size * batch * sequence_length) for size in total))
+    return total
 
 
 class _TokenBytes(NamedTuple):
@@ -151,49 +210,105 @@ def _count_stage(stage: CountedStage, probe: Workload, length: int) -> Activatio
         forward=full.forward,
         backward=full.backward,
         input_backward=split.backward,
-        inside_forward=full.inside_forward,
-        inside_backward=full.inside_backward,
     )
 
 
 class _PassBytes(NamedTuple):
     """Bytes of a forward and one kind of backward.
 
-    forward, backward: their peaks. inside_forward, inside_backward: the part of each peak that is temporaries of a
-    kernel reference. saved: between forward and backward. remaining: after the backward.
+    forward, backward: their peaks. saved: between forward and backward. remaining: after the backward.
     """
 
     forward: int
-    inside_forward: int
     saved: int
     backward: int
-    inside_backward: int
     remaining: int
 
 
 def _count_pass(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _PassBytes:
     """Run a forward and a backward of one kind, and count their bytes."""
+    run = _run_of(stage, _DroppingStore())
+    live = _LiveBytes(_existing([stage]), probe.cpu, stage.has_masks)
+    with live, stage.attention(), run.store.activate():
+        _begin(run, stage, probe, length)
+        walk([run.forward()])
+        forward = live.take_peak()
+        gradient = run.begin_backward()
+        saved = live.bytes - gradient
+        walk([run.backward(kind)])
+        run.drop_gradients()
+        return _PassBytes(forward, saved, live.take_peak(), remaining=live.bytes)
+
+
+def _existing(stages: Iterable[CountedStage]) -> list[Tensor]:
+    """Return the parameters and buffers of stages."""
+    return [tensor for stage in stages for tensor in (*stage.module.parameters(), *stage.module.buffers())]
+
+
+def _run_of(stage: CountedStage, store: WeightGradStore) -> MetaRun:
+    """Return a run of the segments of a stage, with the loss on the last one."""
     segments = stage.module.segments()
     result = "x"
     if stage.is_last:
         logits = output_names(segments)
         result = "loss"
         segments.append(Compute(summed_loss, (*logits, "labels"), result))
-    run = MetaRun(segments, result, _DroppingStore())
+    return MetaRun(segments, result, store)
+
+
+def _begin(run: MetaRun, stage: CountedStage, probe: Workload, length: int) -> None:
+    """Start a micro-batch in sequences of `length` tokens."""
     batch = probe.tokens // length
-    labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
-    live = _LiveBytes([*stage.module.parameters(), *stage.module.buffers()], probe.cpu, stage.has_masks)
-    with live, stage.attention(), run.store.activate():
-        carry = {"x": meta_hidden(stage.hidden_size, batch, length, probe.dtype), "labels": labels}
-        run.begin(carry | stage.side_inputs(batch, length), ("x",))
-        walk([run.forward()])
-        forward, inside_forward = live.take_peaks()
-        gradient = run.begin_backward()
-        saved = live.bytes - gradient
-        walk([run.backward(kind)])
-        run.drop_gradients()
-        backward, inside_backward = live.take_peaks()
-        return _PassBytes(forward, inside_forward, saved, backward, inside_backward, remaining=live.bytes)
+    local_length = stage.split.counts(length)[probe.cp_rank]
+    x = meta_hidden(stage.hidden_size, batch, local_length, probe.dtype)
+    labels = torch.empty((batch, local_length), dtype=torch.int64, device="meta")
+    run.begin({"x": x, "labels": labels} | stage.side_inputs(batch, length), ("x",))
+
+
+_StageAction = tuple[str, tuple[LayerKind, ...], bool]  # kind of the action, the stage's kinds of layers, is it last
+
+
+@lru_cache(maxsize=4096)
+def _pair_bytes_per_token(
+    model: TrainedModel, actions: tuple[_StageAction, ...], probe: Workload, sequence_length: int
+) -> float:
+    """Return `pair_bytes` per token of `probe`."""
+    counts = [_count_pair(model, actions, probe, length) for length in probe.lengths]
+    if len(counts) == 1:
+        return counts[0] / probe.tokens
+    # As in `_token_bytes`.
+    short, long = probe.lengths
+    slope = (counts[1] - counts[0]) / (long - short)
+    is_fused = isinstance(model, HubConfig)  # on the device, attention has no scores
+    return (counts[0] + slope * ((0 if is_fused else sequence_length) - short)) / probe.tokens
+
+
+def _count_pair(model: TrainedModel, actions: Sequence[_StageAction], probe: Workload, length: int) -> int:
+    """Run two actions in turn, as the pipeline runs a pair, and count the bytes of `pair_bytes`."""
+    stages = [counted_stage(model, kinds, probe, last) for _, kinds, last in actions]
+    store = _DroppingStore()
+    runs = [_run_of(stage, store) for stage in stages]
+    live = _LiveBytes(_existing(stages), probe.cpu, stages[0].has_masks)
+    with live, stages[0].attention(), store.activate():
+        gradients = 0
+        for (kind, _, _), stage, run in zip(actions, stages, runs):
+            if kind != "F":
+                _begin(run, stage, probe, length)
+                walk([run.forward()])
+                gradients += run.begin_backward()
+        before = live.bytes - gradients
+        live.take_peak()
+        backwards = [run.backward(kind) for (kind, _, _), run in zip(actions, runs) if kind != "F"]
+        forwards = []
+        for (kind, _, _), stage, run in zip(actions, stages, runs):
+            if kind == "F":
+                _begin(run, stage, probe, length)
+                forwards.append(run.forward())
+        walk([*backwards, *forwards])
+        peak = live.take_peak()
+        for run in runs:
+            run.drop_gradients()
+        return peak - max(before, live.bytes)
 
 
 class _DroppingStore(WeightGradStore):
@@ -210,8 +325,7 @@ class _LiveBytes(TorchDispatchMode):
     Args:
         existing: tensors that exist before, such as parameters, which do not count.
         cpu: count temporaries of references too.
-        masks: count bool tensors too. Those of native models, masks (S, S) that only the CPU's attention needs, are
-            never counted.
+        masks: count bool tensors too. On GPUs, native models need none of the masks (S, S) that they make on meta.
     """
 
     def __init__(self, existing: Collection[Tensor], cpu: bool, masks: bool) -> None:
@@ -220,17 +334,14 @@ class _LiveBytes(TorchDispatchMode):
         self._masks = masks
         self.bytes = 0
         self._peak = 0
-        self._peak_outside = 0  # peak without temporaries of references
         self._existing = frozenset(tensor.untyped_storage()._cdata for tensor in existing)
         self._known = set(self._existing)
 
-    def take_peaks(self) -> tuple[int, int]:
-        """Return the peak since the last call, and the part of it that is temporaries of references."""
-        peak = self._peak
-        inside = self._peak - self._peak_outside
+    def take_peak(self) -> int:
+        """Return the peak since the last call."""
+        peak = max(self._peak, self.bytes)
         self._peak = 0
-        self._peak_outside = 0
-        return peak, inside
+        return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and count the storages of its results."""
@@ -253,7 +364,6 @@ class _LiveBytes(TorchDispatchMode):
         self._known.add(key)
         self.bytes += size
         self._peak = max(self._peak, self.bytes)
-        self._peak_outside = max(self._peak_outside, self.bytes)
         weakref.finalize(storage, self._remove, key, size)
 
     def _remove(self, key: int, size: int) -> None:
@@ -267,6 +377,8 @@ class _LiveBytes(TorchDispatchMode):
             # Two copies of the rows, and a row per token and chosen expert, even if the expert is on another rank.
             y, _, inverse, *_ = args
             return round(4 * (2 * y.numel() + inverse.numel() * y.shape[1]))
+        if name == "swiglu_backward" and args[3]:
+            name += ", clamped"
         sizes = [tensor.numel() for tensor in tree_leaves((args, results))
                  if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._existing]
         return round(4 * REFERENCES.get(name, 0.0) * max(sizes, default=0))

@@ -16,10 +16,12 @@ from torch import nn
 
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
+from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
 from dualpipe.pipeline.overlap import walk
-from dualpipe.plan.meta_dispatch import MetaDispatcher
+from dualpipe.plan.meta_dispatch import MetaDispatcher, PretendedAllToAll
 from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
 from dualpipe.runtime.errors import first_line
 
@@ -41,10 +43,11 @@ _LONG_WINDOW = 512  # attention window in sequences of _LONG_LENGTHS, for layers
 class Workload(NamedTuple):
     """Micro-batch of a rank whose memory is counted.
 
-    tokens: tokens per micro-batch. lengths: sequence length, or two of them, from which a longer one is extrapolated.
-    dtype: compute dtype. ep: number of expert-parallel ranks. nodes: number of nodes that these are on, if rows are
-    dispatched in two hops; 1: in one hop. cpu: True if the rank is a CPU, not a GPU. has_documents: True if a sequence
-    holds several documents, which attention does not cross.
+    tokens: tokens per micro-batch, those of all ranks that share its sequences. lengths: sequence length, or two of
+    them, from which a longer one is extrapolated. dtype: compute dtype. ep: number of expert-parallel ranks. nodes:
+    number of nodes that these are on, if rows are dispatched in two hops; 1: in one hop. cpu: True if the rank is a
+    CPU, not a GPU. has_documents: True if a sequence holds several documents, which attention does not cross. cp:
+    number of ranks that share a sequence. cp_rank: the rank among these. cp_method: value of parallel.cp_method.
     """
 
     tokens: int
@@ -54,6 +57,9 @@ class Workload(NamedTuple):
     nodes: int = 1
     cpu: bool = False
     has_documents: bool = False
+    cp: int = 1
+    cp_rank: int = 0
+    cp_method: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class CountedStage:
     side_inputs: returns the entries of the carry other than hidden states and labels, for sequences (batch, length).
     attention: returns the context in which to run the stage. fused: bytes per token that fused attention kernels save
     in place of the scores, which the stage materializes; None if attention in the stage saves the same tensors as on
-    the device. has_masks: True if its bool masks take memory on the device.
+    the device. has_masks: True if its bool masks take memory on the device. split: tokens of this rank.
     """
 
     module: Stage | MetaStage
@@ -73,17 +79,21 @@ class CountedStage:
     attention: Callable[[], AbstractContextManager[Any]] = nullcontext
     fused: float | None = None
     has_masks: bool = False
+    split: SequenceSplit = WHOLE
 
 
 def workload_to_run(model: TrainedModel, work: Workload) -> Workload:
     """Return a workload that is quick to run, once for each of its lengths, and from which the bytes of `work` follow.
 
-    For a native model it has a few tokens: at a given sequence length, all counted tensors grow linearly with the
+    For a native model on the CPU it is the micro-batch itself: attention saves its scores there, and they decide where
+    the peak is. On GPUs it has a few tokens: at a given sequence length, all counted tensors grow linearly with the
     tokens. Weight gradients do not, but all of them are deferred, and the store drops them. For a model of transformers
     it is the micro-batch itself, or about as many tokens in shorter sequences if its masks would be too large. A few
     tokens would not do: the weight gradients of routers are not deferred, and do not grow with the tokens.
     """
     if isinstance(model, HubConfig):
+        if work.cpu:
+            return work
         return work._replace(tokens=_SHORT_TOKENS, lengths=_SHORT_LENGTHS, has_documents=False)
     if work.tokens * max(work.lengths) <= _MAX_MASK_PAIRS:
         return work
@@ -91,10 +101,12 @@ def workload_to_run(model: TrainedModel, work: Workload) -> Workload:
     return work._replace(tokens=-(-work.tokens // longest) * longest, lengths=_LONG_LENGTHS)
 
 
-def layer_kinds(model: TrainedModel, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
-    """Return the kind of each of the layers. recompute: rules of `Recompute`."""
+def layer_kinds(
+    model: TrainedModel, layers: Iterable[int], recompute: Iterable[str], *, cp: int = 1
+) -> list[LayerKind]:
+    """Return the kind of each of the layers. recompute: rules of `Recompute`. cp: ranks that share a sequence."""
     if isinstance(model, HubConfig):
-        return kinds_of(model, layers, recompute)
+        return kinds_of(model, layers, recompute, by_window=cp > 1)
     rules = Recompute(recompute, model.num_hidden_layers)
     equal_layers = _equal_layers(model)
     return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
@@ -110,11 +122,17 @@ def counted_stage(model: TrainedModel, kinds: Sequence[LayerKind], probe: Worklo
 def _native_stage(config: HubConfig, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> CountedStage:
     """Return a stage of native layers. Their attention materializes the scores, as it does on the CPU."""
     stage = stage_of_kinds(config, kinds, probe.ep, probe.dtype, is_last, probe.nodes)
+    if probe.cp > 1:
+        ranks = PretendedAllToAll(probe.cp, probe.cp_rank)
+        stage.use_context_parallelism(ContextParallel(ranks, method=probe.cp_method))
     depth = len(stage.segments()[-1].writes) - 1 if is_last else 0  # layers for multi-token prediction
 
     def side_inputs(batch: int, length: int) -> dict[str, Any]:
-        ahead = torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None
-        return {"positions": None, "ahead": ahead}
+        local_length = stage.split.counts(length)[probe.cp_rank]
+        ahead = torch.empty((batch, local_length, depth), dtype=torch.int64, device="meta") if depth else None
+        has_positions = probe.has_documents or probe.cp > 1
+        positions = torch.empty((batch, length), dtype=torch.int64, device="meta") if has_positions else None
+        return {"positions": positions, "ahead": ahead}
 
     fused = 0
     for index, layer in stage.numbered():
@@ -125,7 +143,9 @@ def _native_stage(config: HubConfig, kinds: Sequence[LayerKind], probe: Workload
             num_repeated = attention.num_heads - attention.num_kv_heads
             repeated = num_repeated * (attention.qk_dim + attention.v_dim)
             fused += 4 * attention.num_heads - repeated * probe.dtype.itemsize
-    return CountedStage(stage, config.hidden_size, is_last, side_inputs, fused=None if probe.cpu else fused)
+    return CountedStage(
+        stage, config.hidden_size, is_last, side_inputs, fused=None if probe.cpu else fused, has_masks=probe.cpu,
+        split=stage.split)
 
 
 def _transformers_stage(

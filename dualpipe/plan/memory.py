@@ -5,13 +5,15 @@
                  narrower than float32. With optimizer.offload, the two buffers in place of the moments
     gathered     if parameters are sharded, their unsharded copies in the compute dtype or format, until the last action
                  of their stage; and transposed copies of weights in blocks of 128 x 128, for input gradients in FP8
-    gradients    float32 accumulators, from a stage's first weight gradient on. After the stage's last action, its
+    gradients    float32 accumulators, from a stage's first weight gradient on, or from its first forward on for modules
+                 that are not of `dualpipe.nn`, such as the experts of transformers. After the stage's last action, its
                  gradients are reduced over the ranks that share its parameters. That adds this rank's shard of the
                  result and, during the reduction, a copy of the largest unit that is reduced at once
     activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit, also the rows
-                 between the two hops of a dispatch: counted by `dualpipe.plan.activations`. With context parallelism,
-                 for the tokens of one rank, with the communication buffers of one layer. Layers of transformers that
-                 cannot run on meta are left out: `dualpipe.plan.counted_stages.uncounted_layers` names them
+                 between the two hops of a dispatch: counted by `dualpipe.plan.activations`. With context parallelism on
+                 GPUs, for the tokens of one rank, with the communication buffers of one layer by a formula:
+                 `approximations` says so. Layers of transformers that cannot run on meta are left out:
+                 `dualpipe.plan.counted_stages.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer
     host         pinned host memory: the moments with optimizer.offload. Not in the total, which counts the device alone
@@ -22,10 +24,10 @@ allocator leaves unused and the CUDA context, a few GB, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -34,7 +36,8 @@ from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.experts.dispatcher import check_dispatch, experts_per_rank
 from dualpipe.pipeline.lower import without_pairs
-from dualpipe.plan.activations import ActivationBytes, activation_bytes
+from dualpipe.pipeline.p2p import SENDS_IN_FLIGHT
+from dualpipe.plan.activations import ActivationBytes, PairedAction, activation_bytes, pair_bytes
 from dualpipe.plan.communication import context_numbers, takes_two_hops
 from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.parameter_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
@@ -49,7 +52,7 @@ from dualpipe.train.optim.offload import buffer_bytes
 from dualpipe.train.step import build_schedule, fp8_dispatch_block
 
 __all__ = [
-    "BINARY", "CHANNEL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "cached_schedule",
+    "BINARY", "CHANNEL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "approximations", "cached_schedule",
     "dtype_plan", "estimate", "layers_of", "muon_shapes", "sent_bytes", "stage_sizes", "step_memory", "table",
     "tokens_of_rank", "unit_for",
 ]
@@ -69,6 +72,9 @@ BINARY = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
 # it takes 10 MiB to receive, for the buffers of three protocols (0.5, 4.69 and 4 MiB), and 2 MiB to send. An A100 reads
 # from its peer and takes 6 MiB for each direction.
 CHANNEL = 12 * 2**20
+
+
+PairPeak = Callable[[Step], int]
 
 
 class RankMemory(NamedTuple):
@@ -133,15 +139,21 @@ def step_memory(
     if activations:
         stage_activations = [
             _activations(config, model, stage, per_node, is_last=stage is stages[-1]) for stage in stages]
+
+    def pair_peak(pair: Step) -> int:
+        return _pair_peak(config, model, stages, pair, per_node) if activations else 0
+
     message = train.micro_batch_size * tokens_of_rank(config) * sent_bytes(model, dtype_of(train.dtype))
+    if config.data.separate_documents or p.cp > 1:  # the positions of whole sequences travel with the hidden states
+        message += train.micro_batch_size * train.sequence_length * torch.int64.itemsize
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         rank_stages = {number: (sizes[number], stage_activations[number]) for number in schedule.rank_stages(rank)}
-        # To and from each neighbouring stage, one message is in transit: receives are posted ahead.
+        # From each neighbouring stage, one message is in transit, as receives are posted ahead; to it, several.
         num_neighbours = sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement))
-        messages = 2 * num_neighbours * message if activations else 0
+        messages = (1 + SENDS_IN_FLIGHT) * num_neighbours * message if activations else 0
         nccl = _nccl_buffers(p, schedule.placement, rank, per_node)
-        ranks.append([*_rank_moments(steps, rank_stages, messages, nccl)])
+        ranks.append([*_rank_moments(steps, rank_stages, messages, nccl, pair_peak)])
     return schedule, ranks
 
 
@@ -178,12 +190,17 @@ def _configured_ranks_per_node(p: ParallelConfig) -> int:
 class _LiveMemory:
     """Bytes of gradients, activations and pending tensors on a rank, updated action by action.
 
-    messages: bytes of the messages in transit, which count as activations.
+    messages: bytes of the messages in transit, which count as activations. pair_peak: bytes of two overlapping actions
+    beyond those before or after them, whichever are more.
     """
 
-    def __init__(self, stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int) -> None:
+    def __init__(
+        self, stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int, pair_peak: PairPeak
+    ) -> None:
         self._stages = stages
-        self._begun: set[int] = set()  # stages with accumulators
+        self._pair_peak = pair_peak
+        self._prepared: set[int] = set()  # stages with the accumulators that their first forward finds
+        self._begun: set[int] = set()  # stages with all accumulators
         self.gradients = 0
         self.saved = messages
         self.pending = 0
@@ -194,22 +211,23 @@ class _LiveMemory:
         The peak is taken to be at one of the two ends: during the step, a backward's activations are freed, while
         accumulators and the activations of a forward beside it are allocated.
         """
+        for stage in {action.stage for action in step} - self._prepared:
+            self._prepared.add(stage)
+            self.gradients += self._stages[stage][0].prepared
         gradients_before = self.gradients
         saved_before = self.saved
         pending_before = self.pending
-        # Bytes above the saved activations at each end, if both actions of a pair reach their peaks at the same time.
+        # Bytes above the saved activations at each end.
         at_start = 0
         at_end = 0
-        temporaries: list[int] = []
         for action in step:
             sizes, activations = self._stages[action.stage]
             if action.kind in "BW" and action.stage not in self._begun:
                 self._begun.add(action.stage)
-                self.gradients += sizes.accumulators
+                self.gradients += sizes.accumulators - sizes.prepared
             if action.kind == "W":
                 self.pending -= activations.deferred
             elif action.kind == "F":
-                temporaries.append(activations.inside_forward)
                 at_start += activations.forward - activations.saved
                 at_end += activations.forward - activations.saved
                 self.saved += activations.saved
@@ -217,18 +235,20 @@ class _LiveMemory:
                 is_full = action.kind == "B"
                 peak = activations.backward if is_full else activations.input_backward
                 deferred = 0 if is_full else activations.deferred
-                temporaries.append(activations.inside_backward)
                 at_start += peak - activations.saved
                 # At the end, the saved activations are freed, but not the temporaries. Tensors that this step defers
                 # are counted here, not as pending: the second tuple below has `pending_before`.
                 at_end += min(peak, deferred + activations.backward - activations.saved)
                 self.saved -= activations.saved
                 self.pending += deferred
-        # The CPU's kernel references run one after the other in a pair too, so that only the larger temporaries count.
-        not_alive = sum(temporaries) - max(temporaries, default=0)
+        pair = tuple(action for action in step if action.kind != "W")
+        if len(pair) == 2:
+            deferred = sum(self._stages[action.stage][1].deferred for action in pair if action.kind == "I")
+            most = max(saved_before, self.saved + deferred) + self._pair_peak(pair)
+            return [(self.gradients, most, pending_before)]
         return [
-            (gradients_before, saved_before + at_start - not_alive, pending_before),
-            (self.gradients, self.saved + at_end - not_alive, pending_before),
+            (gradients_before, saved_before + at_start, pending_before),
+            (self.gradients, self.saved + at_end, pending_before),
         ]
 
     def end_stage(self, stage: int) -> tuple[int, int, int]:
@@ -239,7 +259,8 @@ class _LiveMemory:
 
 
 def _rank_moments(
-    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int, nccl: int
+    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int, nccl: int,
+    pair_peak: PairPeak,
 ) -> Iterator[RankMemory]:
     """Yield the memory of a rank while each step runs: the peak of its beginning, its end, and reductions after it."""
     parameters = sum(sizes.parameters for sizes, _ in stages.values())
@@ -248,7 +269,7 @@ def _rank_moments(
     optimizer = sum(sizes.optimizer for sizes, _ in stages.values()) + buffers
     gathered = sum(sizes.gathered for sizes, _ in stages.values())
     last_step = {action.stage: number for number, step in enumerate(steps) for action in step}
-    live = _LiveMemory(stages, messages)
+    live = _LiveMemory(stages, messages, pair_peak)
     for number, step in enumerate(steps):
         moments = live.run_step(step)
         moments += [live.end_stage(stage) for stage in {action.stage for action in step} if last_step[stage] == number]
@@ -263,26 +284,59 @@ def _activations(
 
     per_node: ranks that share a node.
     """
-    p = config.parallel
-    train = config.train
-    length = tokens_of_rank(config)
     layers = layers_of(stage)
-    dtype = dtype_of(train.dtype)
-    has_two_hops = takes_two_hops(per_node, p.ep, p.dispatch)
-    sizes = activation_bytes(
-        model, layers, ep=p.ep, nodes=p.ep // per_node if has_two_hops else 1, recompute=config.memory.recompute,
-        dtype=dtype, batch=train.micro_batch_size, sequence_length=length, last=is_last, cpu=p.device == "cpu",
-        has_documents=config.data.separate_documents,
-    )
-    if p.cp == 1 or not isinstance(model, HubConfig):
-        return sizes
-    held = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
-    buffers = round(max(held, default=0.0) * train.micro_batch_size * length * dtype.itemsize)  # of one layer at a time
+    sizes = activation_bytes(model, layers, last=is_last, **_workload(config, per_node))
+    buffers = _context_buffers(config, model, layers)
     return sizes._replace(
         forward=sizes.forward + buffers,
         backward=sizes.backward + buffers,
         input_backward=sizes.input_backward + buffers,
     )
+
+
+def _pair_peak(
+    config: Config, model: TrainedModel, stages: Sequence[nn.Module], pair: Step, per_node: int
+) -> int:
+    """Return the bytes of two overlapping actions beyond those before or after them, whichever are more."""
+    first, second = (
+        PairedAction(action.kind, layers_of(stages[action.stage]), action.stage == len(stages) - 1) for action in pair)
+    buffers = sum(_context_buffers(config, model, action.layers) for action in (first, second))
+    return pair_bytes(model, (first, second), **_workload(config, per_node)) + buffers
+
+
+def _workload(config: Config, per_node: int) -> dict[str, Any]:
+    """Return the micro-batch of a rank and its layout, as `activation_bytes` and `pair_bytes` take them.
+
+    On the CPU, ranks that share a sequence are counted as they run. On GPUs their attention would materialize scores
+    which fused kernels do not have: a rank's tokens are counted as a short sequence, without communication.
+    """
+    p = config.parallel
+    train = config.train
+    is_cpu = p.device == "cpu"
+    has_two_hops = takes_two_hops(per_node, p.ep, p.dispatch)
+    return {
+        "batch": train.micro_batch_size,
+        "sequence_length": train.sequence_length if is_cpu else tokens_of_rank(config),
+        "dtype": dtype_of(train.dtype),
+        "recompute": config.memory.recompute,
+        "ep": p.ep,
+        "nodes": p.ep // per_node if has_two_hops else 1,
+        "cpu": is_cpu,
+        "has_documents": config.data.separate_documents,
+        "cp": p.cp if is_cpu else 1,
+        "cp_method": p.cp_method,
+    }
+
+
+def _context_buffers(config: Config, model: TrainedModel, layers: range) -> int:
+    """Return the bytes of a GPU's buffers for context-parallel communication of one layer at a time."""
+    p = config.parallel
+    if p.device == "cpu" or p.cp == 1 or not isinstance(model, HubConfig):
+        return 0
+    train = config.train
+    held = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
+    tokens = train.micro_batch_size * tokens_of_rank(config)
+    return round(max(held, default=0.0) * tokens * dtype_of(train.dtype).itemsize)
 
 
 def sent_bytes(model: TrainedModel, dtype: torch.dtype) -> int:
@@ -377,6 +431,14 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_no
     channels += (min(p.ep, per_node) - 1) * EXPERTS.ctas
     channels += (min(p.cp, max(1, per_node // p.ep)) - 1) * CONTEXT.ctas
     return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas
+
+
+def approximations(config: Config) -> list[str]:
+    """Return a line for each part of the estimate that is a formula, not compared with a run."""
+    if config.parallel.device == "cpu" or config.parallel.cp == 1:
+        return []
+    return ["approximate: what attention holds of the tokens of other ranks (parallel.cp) is a formula for GPUs, not "
+            "compared with a run; leave memory to spare"]
 
 
 def unit_for(most: int) -> Unit:

@@ -98,7 +98,7 @@ class MetaDispatcher(Dispatcher):
         self._nodes = nodes
         self._groups = (n_group, topk_group)
         parallel = ExpertParallel(
-            num_experts, _PretendedAllToAll(ep, self.transfers), dispatch="two_hop" if nodes > 1 else "all_to_all",
+            num_experts, _NotingAllToAll(ep, self.transfers), dispatch="two_hop" if nodes > 1 else "all_to_all",
             ranks_per_node=ep // nodes)
         self._dispatcher = parallel.dispatcher()
         self.dispatch = _NotedDispatch(self._dispatcher.dispatch, "dispatch", self.transfers)
@@ -136,14 +136,25 @@ def _divide(total: float, places: int) -> list[int]:
     return [share + (place < rest) for place in range(places)]
 
 
-class _PretendedAllToAll(AllToAll):
+class PretendedAllToAll(AllToAll):
+    """All-to-all of one of `size` ranks on meta, which sends nothing."""
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.group = None
+        self.rank = rank
+        self.size = size
+        self.device = torch.device("meta")
+
+    def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Any:
+        """Return work that has ended."""
+        return _Ended()
+
+
+class _NotingAllToAll(PretendedAllToAll):
     """All-to-all of the first of `size` ranks, which all send alike. It notes bytes in the last of `transfers`."""
 
     def __init__(self, size: int, transfers: Sequence[Transfer]) -> None:
-        self.group = None
-        self.rank = 0
-        self.size = size
-        self.device = torch.device("meta")
+        super().__init__(size)
         self._transfers = transfers
 
     def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Any:

@@ -80,18 +80,29 @@ class LayerKind(NamedTuple):
     recomputed: tuple[str, ...]
 
 
-def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
-    """Return the kind of each of the layers. recompute: rules of `Recompute`."""
+def kinds_of(
+    config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = (), *, by_window: bool = False
+) -> list[LayerKind]:
+    """Return the kind of each of the layers.
+
+    recompute: rules of `Recompute`. by_window: True if layers that differ in their window alone are of different kinds,
+    as they are where ranks share sequences.
+    """
     rules = Recompute(recompute, len(config.all_layers))
-    firsts = _first_equal_layers(config)
+    firsts = _first_equal_layers(config, by_window)
     return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
 
 
 @lru_cache(maxsize=64)
-def _first_equal_layers(config: HubConfig) -> list[int]:
-    """Return for each layer the index of the first layer with the same modules."""
-    firsts: dict[str, int] = {}
-    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in config.all_layers]
+def _first_equal_layers(config: HubConfig, by_window: bool) -> list[int]:
+    """Return for each layer the index of the first one with the same modules, and with `by_window` the same window."""
+    firsts: dict[tuple[str, int | None], int] = {}
+    equal_layers = []
+    for index in config.all_layers:
+        layer = meta_layer(config, index)
+        key = str(layer), layer.self_attn.window if by_window else None
+        equal_layers.append(firsts.setdefault(key, index))
+    return equal_layers
 
 
 def stage_of_kinds(

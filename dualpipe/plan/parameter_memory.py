@@ -13,6 +13,7 @@ from torch import nn
 from dualpipe.models import HubConfig, Stage
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.experts.dispatcher import parameter_sizes, stacked_parameters
+from dualpipe.parallel.fsdp.driver import parameters_without_accumulators
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.config.fit import Resolved
@@ -28,9 +29,10 @@ class StageBytes(NamedTuple):
     """Bytes of a stage on a rank, apart from activations.
 
     parameters, optimizer: at all times. gathered: until the stage's last action. accumulators: from its first weight
-    gradient on. reduced: shard of the reduced gradients, after its last action. copied: largest copy of gradients that
-    is reduced at once, after its last action. host: moments in host memory, at all times; 0 if they are on the device.
-    largest_moments: the moments of the largest parameter; 0 if they are on the device.
+    gradient on. prepared: the part of these that is there from its first forward on. reduced: shard of the reduced
+    gradients, after its last action. copied: largest copy of gradients that is reduced at once, after its last action.
+    host: moments in host memory, at all times; 0 if they are on the device. largest_moments: the moments of the largest
+    parameter; 0 if they are on the device.
     """
 
     parameters: int
@@ -41,6 +43,7 @@ class StageBytes(NamedTuple):
     copied: int
     host: int = 0
     largest_moments: int = 0
+    prepared: int = 0
 
 
 def stage_bytes(
@@ -76,16 +79,21 @@ def stage_bytes(
         copied=_FP32_BYTES * sizes.reduced_at_once(expert_replicas) if is_sharded else 0,
         host=moments if offload else 0,
         largest_moments=2 * moment_itemsize * _largest_shard(stages[number], p) if offload else 0,
+        prepared=_FP32_BYTES * sizes.prepared if dtype.itemsize < _FP32_BYTES else 0,
     )
 
 
 def _largest_shard(stage: nn.Module, p: ParallelConfig) -> int:
     """Return the number of elements of a rank's shard of the largest parameter of a stage."""
-    experts = {param for module in stage.modules() for params in stacked_parameters(module).values()
-               for param in params}
+    experts = _stacked_experts(stage)
     shards = (-(-param.numel() // (p.ep * p.expert_shards if param in experts else p.dense_shards))
               for param in stage.parameters())
     return max(shards, default=0)
+
+
+def _stacked_experts(stage: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a stage that hold one matrix for each expert."""
+    return {param for module in stage.modules() for param in stacked_parameters(module).values()}
 
 
 @lru_cache(maxsize=4096)
@@ -99,13 +107,16 @@ class StageSizes(NamedTuple):
     """Numbers of parameters of a stage.
 
     dense: dense parameters. experts: parameters of one rank's experts. dense_unit, expert_unit: parameters of each in
-    the largest unit that is reduced at once. A layer is a unit, and all modules around the layers are one.
+    the largest unit that is reduced at once. A layer is a unit, and all modules around the layers are one. prepared:
+    parameters whose accumulators, if wider than they are, the pipeline creates before the stage's first forward: those
+    of modules that are not of `dualpipe.nn`.
     """
 
     dense: int
     experts: int
     dense_unit: int
     expert_unit: int
+    prepared: int
 
     def reduced_at_once(self, expert_replicas: int) -> int:
         """Return the most parameters reduced at once if `expert_replicas` ranks have the same experts."""
@@ -132,11 +143,15 @@ def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSize
     layer_dense = [dense_size for dense_size, _ in layer_sizes]
     layer_experts = [expert_size for _, expert_size in layer_sizes]
     around_layers = dense - sum(layer_dense)
+    stacked = _stacked_experts(stage)
+    prepared = sum(param.numel() // (ep if param in stacked else 1)
+                   for param in set(parameters_without_accumulators(stage)))
     return StageSizes(
         dense=dense,
         experts=experts,
         dense_unit=max([around_layers, *layer_dense]),
         expert_unit=max(layer_experts, default=0),
+        prepared=prepared,
     )
 
 

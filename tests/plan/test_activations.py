@@ -17,7 +17,7 @@ from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
-from dualpipe.plan.activations import activation_bytes
+from dualpipe.plan.activations import PairedAction, activation_bytes, pair_bytes
 from dualpipe.plan.meta_dispatch import ExpertChoice
 from ranks import run_ranks
 
@@ -173,3 +173,22 @@ def test_several_long_runs_of_like_layers_add_up():
     whole = activation_bytes(config, range(12), **sizes).saved
     part = activation_bytes(config, range(12), recompute=("experts:4-7",), **sizes).saved
     assert part == pytest.approx(whole - 4 * (saved[0] - saved[1]) / 3, rel=0.01)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_pair_holds_the_first_parts_of_its_forward_beside_all_that_its_backward_needs(cpu):
+    """Before a pair, its backward is saved; its forward saves some before the backward has released anything."""
+    config = replace(CONFIG, num_hidden_layers=12, mlp_only_layers=())
+    sizes = {"batch": BATCH, "sequence_length": 16, "ep": 2, "cpu": cpu}
+
+    def beyond_saved(num_layers, *kinds):
+        return pair_bytes(config, tuple(PairedAction(kind, range(num_layers), False) for kind in kinds), **sizes)
+
+    stage = activation_bytes(config, range(2), **sizes)
+    alone = stage.backward - stage.saved
+    assert alone + 0.1 * stage.saved < beyond_saved(2, "F", "B") < alone + stage.forward
+    assert beyond_saved(2, "F", "B") == beyond_saved(2, "B", "F")
+    assert beyond_saved(12, "F", "B") == beyond_saved(4, "F", "B")
+    # Two forwards end with both saved, two backwards begin so.
+    assert 0 < beyond_saved(2, "F", "F") < stage.forward
+    assert 0 < beyond_saved(2, "B", "B") <= 2 * alone

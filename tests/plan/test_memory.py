@@ -22,10 +22,11 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import build_stages, meta_stages
 from dualpipe.nn.accumulators import local
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.communication import context_numbers
-from dualpipe.plan.memory import RankMemory, _activations, _schedule, estimate, table, unit_for
+from dualpipe.plan.memory import RankMemory, _activations, _schedule, estimate, step_memory, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.fit import Resolved
@@ -83,11 +84,12 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     """Return the pipeline rank, and its peak bytes in a step: parameters, the optimizer's, and torch's allocations."""
     config = load_config(path, options)
     p, t, o = config.parallel, config.train, config.optimizer
-    mesh, device = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu")), torch.device("cpu")
+    mesh, device = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), cp=p.cp), torch.device("cpu")
     place, schedule = Mesh.of(mesh), build(p.schedule, p.pp, t.num_chunks)
+    context = ContextParallel(place.part("cp"), method=p.cp_method)
     model = build_model(
         model_of(config), schedule, place.rank("pp"), dtypes=torch.bfloat16, device=device, mesh=mesh,
-        settings=Config(memory=config.memory),
+        settings=Config(memory=config.memory), context=context,
     )
     depth = model.config.mtp_depth
     optimizer = Optimizer(
@@ -96,9 +98,15 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     for stage in model.stages if model.config.num_experts else ():
         spread_tokens_evenly(stage, BalancedRoutes(random_like_stride(model.config.num_experts, 4, max(2, p.ep))))
     pipe = Pipeline(model.stages, process_group=place.group("pp"), schedule=p.schedule)
-    tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length),
-                           generator=torch.Generator().manual_seed(rank))
-    side = {"ahead": tokens.unsqueeze(-1).expand(-1, -1, depth).clone()} if depth and model.has_first else None
+    generator = torch.Generator().manual_seed(rank)
+    num_sequences = t.micro_batch_size * t.num_chunks
+    tokens_of_rank = context.split.counts(t.sequence_length)[context.split.rank]
+    tokens = torch.randint(model.config.vocab_size, (num_sequences, tokens_of_rank), generator=generator)
+    side = {}
+    if model.has_first and depth:
+        side["ahead"] = tokens.unsqueeze(-1).expand(-1, -1, depth).clone()
+    if model.has_first and p.cp > 1:
+        side["positions"] = torch.arange(t.sequence_length).expand(num_sequences, -1)
     one_loss = MicroBatchLoss(t.num_chunks)
 
     def loss(*logits_and_labels: torch.Tensor) -> torch.Tensor:
@@ -115,7 +123,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
             dist.barrier()
         with profiled as profiler:
             pipe.step(*[tokens] * model.has_first, num_chunks=t.num_chunks, criterion=loss if model.has_last else None,
-                      labels=(tokens,) * model.has_last, side=side)
+                      labels=(tokens,) * model.has_last, side=side or None)
         optimizer.step(1e-3)
         optimizer.zero_grad()
         if profiler is not None:
@@ -137,6 +145,8 @@ FAMILIES = {
         "intermediate_size": 256, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
         "v_head_dim": 32, "num_nextn_predict_layers": 0},
 }
+FAMILIES["gpt_oss"] = {name: size for name, size in SIZES.items() if name != "moe_intermediate_size"} | {
+    "head_dim": 64, "num_key_value_heads": 2, "num_local_experts": 16, "intermediate_size": 64, "sliding_window": 24}
 FAMILIES["mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2, "num_hidden_layers": 5}
 LAYOUTS = [  # pp, dp, ep
     ("qwen3_moe", (2, 2, 1), "1f1b", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
@@ -164,16 +174,48 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.07 if layout[2] > 1 else 0.05)
 
 
+LONGER = ("--train.sequence_length", "64", "--train.micro_batch_size", "8")  # where scores decide the peak
+SHARED_SEQUENCES = [  # layers, layout, method, schedule, recompute, options
+    pytest.param("qwen3_moe", 2, (1, 1, 1), "all_to_all", "1f1b", "none",
+                 ("--train.micro_batch_size", "64", "--train.num_chunks", "2"), id="quick"),
+    ("qwen3_moe", 4, (1, 1, 1), "ring", "1f1b", "none", LONGER),
+    ("gpt_oss", 4, (1, 1, 1), "ring", "dualpipev", "none", LONGER),
+    ("deepseek_v3", 4, (1, 1, 1), "ring", "dualpipev", "layer", LONGER),
+    ("deepseek_v3", 4, (1, 1, 1), "all_to_all", "1f1b", "experts",
+     ("--train.sequence_length", "62", "--train.micro_batch_size", "8")),
+    ("qwen3_moe", 4, (2, 1, 1), "ring", "dualpipev", "none", LONGER),
+    ("deepseek_v3", 4, (1, 1, 2), "all_to_all", "dualpipev", "none", LONGER),
+]
+
+
+@pytest.mark.parametrize(("family", "layers", "layout", "method", "schedule", "recompute", "options"), [
+    case if hasattr(case, "marks") else pytest.param(*case, marks=marks_for(2 * prod(case[2])), id="-".join(
+        map(str, case[:6]))) for case in SHARED_SEQUENCES])
+def test_ranks_that_share_sequences_take_what_is_counted(
+    family, layers, layout, method, schedule, recompute, options, tmp_path,
+):
+    """The count is within 2% of every rank's peak in torch's allocator; 5% if ranks exchange heads."""
+    sizes = FAMILIES[family] | {"num_hidden_layers": layers}
+    common = {"model_type": "deepseek_v3" if family == "mtp" else family}
+    if family != "gpt_oss":
+        common["norm_topk_prob"] = True
+    path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | sizes | common))
+    ratios = ratios_of(path, layout, schedule, recompute, "--parallel.cp", "2", "--parallel.cp_method", method,
+                       "--train.num_chunks", "4", *options)
+    # As above, gloo's threads hold received rows for a while: those of all heads are up to 4% of these small models.
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05 if method == "all_to_all" else 0.02)
+
+
 DENSE = SIZES | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64}
 OF_TRANSFORMERS = {
     "llama": DENSE | {"intermediate_size": 256},
     "qwen3_moe": DENSE | {"num_experts": 16, "norm_topk_prob": True},
     "gpt_oss": DENSE | {"num_local_experts": 16, "intermediate_size": 64},
-    "deepseek_v3": FAMILIES["deepseek_v3"] | {"num_key_value_heads": 4},
+    "deepseek_v3": FAMILIES["deepseek_v3"] | {"num_key_value_heads": 4, "num_hidden_layers": 6},
 }
 LAYOUTS_OF_TRANSFORMERS = [
     ("llama", (1, 1, 1), "1f1b", "none"), ("llama", (2, 1, 1), "dualpipev", "none"),
-    ("qwen3_moe", (2, 1, 2), "dualpipev", "none"),
+    ("qwen3_moe", (2, 1, 2), "dualpipev", "none"), ("qwen3_moe", (1, 1, 2), "dualpipev", "none"),
     ("gpt_oss", (2, 1, 1), "1f1b", "none"), ("qwen3_moe", (1, 1, 2), "1f1b", "none"),
     ("deepseek_v3", (1, 1, 2), "1f1b", "layer"),
 ]
@@ -184,26 +226,31 @@ LAYOUTS_OF_TRANSFORMERS = [
 @pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
                          LAYOUTS_OF_TRANSFORMERS, ids=str)
 def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
-    """The count is within 5% of every rank's peak in torch's allocator; 8% in two cases with experts on two ranks."""
+    """The count is within 2% of every rank's peak in torch's allocator, or a little more, see below."""
     path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
-    ratios = ratios_of(path, layout, schedule, recompute, "--model.backend", "transformers")
-    # Pairs that hide an all-to-all take 6% more than is counted, alike on all ranks; recomputed layers with experts on
-    # two ranks take 7% more. The causes are not known.
-    is_wider = layout[2] > 1 and (schedule == "dualpipev" or recompute == "layer")
-    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.08 if is_wider else 0.05)
+    options = ("--model.backend", "transformers")
+    if layout[0] == 1 and schedule == "1f1b":
+        options += ("--train.num_chunks", "3")  # one is alive at a time, the second one beside accumulators
+    ratios = ratios_of(path, layout, schedule, recompute, *options)
+    # While the backward of gpt-oss' SwiGLU runs, a float32 copy of its rows less is alive than is counted. Among ranks
+    # of experts, gloo's threads hold received rows for a while, more of them where layers are recomputed.
+    bound = 0.03 if family == "gpt_oss" or layout[2] > 1 else 0.02
+    bound = 0.05 if layout[2] > 1 and recompute == "layer" else bound
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=bound)
 
 
 def ratios_of(path: str, layout: tuple[int, ...], schedule: str, recompute: str, *more: str) -> list[float]:
     """Return the counted bytes over those of torch's allocator, for each rank."""
-    options = [*more, "--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
+    options = ["--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
                "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
                "--optimizer.moments", "bf16" if schedule == "dualpipev" else "fp32"]
     for name, size in zip(("pp", "dp", "ep", "dp_replicate"), layout):
         options += [f"--parallel.{name}", str(size)]
+    options += more
     config = load_config(path, options)
     expected = estimate(config, model_of(config))
     ratios = [expected[pp_rank].total / most
-              for pp_rank, most in run_ranks(measured, prod(layout), path, options, timeout=600)]
+              for pp_rank, most in run_ranks(measured, config.parallel.world_size, path, options, timeout=600)]
     print(layout, schedule, recompute, *more, [f"{ratio:.3f}" for ratio in ratios])
     return ratios
 
@@ -259,6 +306,14 @@ def test_the_command_prints_a_line_for_each_rank(capsys):
                                 "pending", "nccl", "total"]
     assert len(lines) == 4 and re.match(r"at most \d+\.\d MiB, ", lines[-1])
     assert float(lines[1].split()[1]) > 1, "in a unit that suits a small model"
+
+
+@pytest.mark.parametrize(("cp", "device", "is_approximate"), [
+    ("2", "cuda", True), ("2", "cpu", False), ("1", "cuda", False)])
+def test_the_command_says_what_it_cannot_count(capsys, cp, device, is_approximate):
+    options = ["--parallel.pp", "1", "--parallel.cp", cp, "--parallel.device", device]
+    assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), *options]) == 0
+    assert ("approximate: what attention holds" in capsys.readouterr().out) is is_approximate
 
 
 @pytest.mark.parametrize(("device", "on_cuda"), [("auto", False), ("auto", True), ("cpu", True), ("cuda", False)])
@@ -411,6 +466,23 @@ def test_moments_are_those_of_what_updates_a_parameter(run_toml):
     assert muon < adamw == taken("--optimizer.name", "muon", "--optimizer.groups", "*,algorithm=adamw")
     kinds = [f"*.{kind},algorithm=muon" for kind in ("self_attn.*_proj", "experts.*_proj", "shared_expert.*_proj")]
     assert taken("--optimizer.groups", *kinds) == muon
+
+
+def test_accumulators_of_transformers_experts_are_there_from_the_first_forward_on(tmp_path):
+    """The pipeline creates those of modules that are not of `dualpipe.nn` as zeros, where parameters are narrower."""
+    def gradients(dtype: str, *options: str) -> list[int]:
+        options = ("--parallel.pp", "1", "--parallel.schedule", "1f1b", "--train.dtype", dtype, *options)
+        config = load_config(path, options)
+        _, (steps,) = step_memory(config, model_of(config))
+        return [memory.gradients for memory in steps]
+
+    path = str(write_files(tmp_path, {"model_type": "qwen3_moe"} | OF_TRANSFORMERS["qwen3_moe"]))
+    hf = ("--model.backend", "transformers")
+    experts = 8 * 16 * 3 * 128 * 64 * 4
+    embedding = 512 * 128 * 4
+    assert gradients("bf16", *hf)[0] == pytest.approx(experts + embedding, rel=0.05), "and norms"
+    assert gradients("fp32", *hf)[0] == gradients("bf16")[0] == 0
+    assert gradients("bf16", *hf)[-1] == gradients("fp32", *hf)[-1] > experts + embedding
 
 
 def test_ranks_that_share_a_sequence_run_pairs(run_toml):

@@ -6,6 +6,7 @@ Dimension letters as in `dualpipe.nn.attention`; T tokens of a block, C elements
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -262,8 +263,10 @@ class _AttendBlock(torch.autograd.Function):
         ctx.first = first
         ctx.merged = merged
         device_type = q.device.type
-        ctx.autocast = {"device_type": device_type, "dtype": torch.get_autocast_dtype(device_type),
-                        "enabled": torch.is_autocast_enabled(device_type)}
+        ctx.autocast = None
+        if torch.amp.is_autocast_available(device_type):  # not for the meta device
+            ctx.autocast = {"device_type": device_type, "dtype": torch.get_autocast_dtype(device_type),
+                            "enabled": torch.is_autocast_enabled(device_type)}
         if merged.y_BASV is not None and merged.lse_BAS is not None:
             return merged.y_BASV.detach(), merged.lse_BAS.detach()
         y_i, lse_i = attend_to(q, rows)
@@ -289,7 +292,8 @@ class _AttendBlock(torch.autograd.Function):
         first = ctx.first
         merged = ctx.merged
         q, rows = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+        autocast = nullcontext() if ctx.autocast is None else torch.autocast(**ctx.autocast)
+        with torch.enable_grad(), autocast:
             y_i, lse_i = ctx.attend_to(q, rows)
         share = (lse_i.detach() - merged.lse_BAS[..., first:]).exp()
         dy_i = dy[:, :, first:].to(lse_i.dtype)

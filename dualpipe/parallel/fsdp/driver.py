@@ -13,12 +13,12 @@ All writes to gradients are in `dualpipe.nn.accumulators`; what differs between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.nn.accumulators import create_zeros, drop, local, move_to
@@ -92,15 +92,13 @@ class StageStep:
         torch would refuse it as the new `w.grad`. The layers of `dualpipe.nn` need no zeros: they write the first
         gradient in the accumulator's dtype.
         """
-        for module in self._parameters.stage.modules():
-            if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
-                for param in module._parameters.values():  # its own alone; `parameters()` takes 5 times as long
-                    if param is None or not param.requires_grad or param.grad_dtype in (None, param.dtype):
-                        continue
-                    self._prepared.append(param)
-                    if param.grad is None:
-                        grad = create_zeros(param, param.grad_dtype)
-                        setattr(grad, _PREPARED, local(grad)._version)
+        for param in parameters_without_accumulators(self._parameters.stage):
+            if not param.requires_grad or param.grad_dtype in (None, param.dtype):
+                continue
+            self._prepared.append(param)
+            if param.grad is None:
+                grad = create_zeros(param, param.grad_dtype)
+                setattr(grad, _PREPARED, local(grad)._version)
 
     def complete(self, *, reduce: bool) -> None:
         """Start the reductions of all gradients, if `reduce`, and free the gathered parameters.
@@ -186,6 +184,15 @@ class StageStep:
         self._parameters.reshard()
         self._parameters.set_idle()
         self._parameters.discard()
+
+
+def parameters_without_accumulators(stage: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of modules that do not create their accumulators themselves: see `StageStep.prepare`."""
+    for module in stage.modules():
+        if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
+            for param in module._parameters.values():  # its own alone; `parameters()` takes 5 times as long
+                if param is not None:
+                    yield param
 
 
 def _is_unused(fsdp_param: Any) -> bool | Tensor:
