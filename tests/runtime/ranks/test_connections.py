@@ -122,9 +122,12 @@ def test_each_doubling_of_the_ranks_adds_two_connections_to_a_group(sizes):
 def fail(rank, size, port, moment):
     """Fail on the culprit before its first messages in a step or an agreement; return the seconds until an error."""
     with joined(rank, size, port) as (job, store, pipeline):
+        store.set(f"ready {rank}", "")
+        if rank == CULPRIT:
+            store.wait([f"ready {other}" for other in range(size)], timedelta(seconds=WAIT))
+            if moment != "raise":
+                os._exit(3)
         began = time.monotonic()
-        if rank == CULPRIT and moment != "raise":
-            os._exit(3)
         try:
             if moment == "collect":
                 job.ranks.collect(rank)
