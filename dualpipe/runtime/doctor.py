@@ -31,11 +31,12 @@ OPTIONAL = {  # name of a package: consequence where it is missing
 }
 OLDEST_TORCH = (2, 11)
 OLDEST_CUDA_MAJOR = 8  # compute capability
-# Open files of rank 0, which serves the store: of each rank a connection, its watchdog's, and one for the causes of
-# failures; and those of an idle process with its libraries.
-FILES_PER_RANK = 3
+# Most open files of rank 0, which serves the store: for each rank its connection, its watchdog's, and one for the causes
+# of failures; gloo's in the groups of all ranks, of checkpoints, along "dp", and of a stage; and those of an idle
+# process with its libraries.
+FILES_PER_RANK = 7
 OWN_FILES = 256
-MANY_RANKS = 1000  # a limit that ends a smaller job is reported as missing
+MANY_RANKS = 500  # a limit that ends a smaller job is reported as missing
 
 
 class Finding(NamedTuple):
@@ -160,7 +161,7 @@ def _examine_open_files() -> Finding:
 
     limit = allow_open_files()  # as each rank does
     num_ranks = max(0, limit - OWN_FILES) // FILES_PER_RANK
-    text = f"open files: up to {limit:,}, enough for jobs of about {num_ranks:,} ranks"
+    text = f"open files: up to {limit:,}, enough for jobs of {num_ranks:,} ranks"
     if num_ranks >= MANY_RANKS:
         return Finding("ok", text)
     return Finding("missing", f"{text}; for larger ones raise the hard limit on rank 0's machine (ulimit -Hn 65536)")

@@ -1,17 +1,17 @@
 """Process groups: backends, timeouts, and creation by the members alone.
 
-gloo connects every rank of a group with every other when the group is made: with thousands of ranks, that is thousands
-of sockets in each process. A group in which ranks only run collectives connects two ranks at their first message
-instead, and then runs a barrier. In it, each rank exchanges messages with the ranks at distances of 1, 2, 4, ... in
-both directions; these connections are all that gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch
-2.13). So nothing is connected later: gloo does not notice the end of a rank that it is still connecting to.
+gloo connects every rank of a group with every other when the group is made, or, with TORCH_GLOO_LAZY_INIT=1, two ranks
+at their first message. For the latter, a group in which ranks run collectives alone starts with a barrier. In it, each
+rank exchanges messages with the ranks at distances of 1, 2, 4, ... in both directions; these connections are all that
+gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch 2.13). So nothing is connected later: gloo does
+not notice the end of a rank that it is still connecting to. It is not the default, since in one of thousands of groups
+two ranks that were there waited for their connection until the timeout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,6 @@ from dualpipe.runtime.device import current
 from dualpipe.runtime.nccl import SHARDS, TOTALS, Traffic, nccl_options
 from dualpipe.runtime.recorder import Recorder
 
-_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's variable: 1 to connect two ranks of a gloo group at their first message
 _COLLECTIVES = (SHARDS, TOTALS)  # uses of groups in which ranks run collectives alone
 _SPARSE = "dualpipe: connected for collectives"  # torch's description of such a group
 
@@ -43,22 +42,6 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     """Return the timeout of a group, for which torch has no public call."""
     device = "cuda" if backends(group).get("cuda") == "nccl" else "cpu"
     return group._get_backend(torch.device(device)).options._timeout
-
-
-@contextmanager
-def connecting_lazily() -> Iterator[None]:
-    """Make gloo groups in a `with` block that connect two ranks at their first message; see `connect_neighbours`.
-
-    A value that the user has set in TORCH_GLOO_LAZY_INIT stays.
-    """
-    if _LAZY in os.environ:
-        yield
-        return
-    os.environ[_LAZY] = "1"  # torch reads it whenever it makes a group
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
 
 
 def connect_neighbours(group: ProcessGroup) -> None:
@@ -115,12 +98,11 @@ def create_groups(
     try:
         for ranks, traffic in (*dummies, *requests):
             is_sparse = traffic in _COLLECTIVES
-            with connecting_lazily() if is_sparse else nullcontext():
-                groups.append(dist.new_group(
-                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
-                    pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
-                    group_desc=_SPARSE if is_sparse else None,
-                ))
+            groups.append(dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
+                pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
+                group_desc=_SPARSE if is_sparse else None,
+            ))
     finally:
         world.bound_device_id = bound_device
     groups = groups[len(dummies):]
