@@ -31,7 +31,7 @@ OPTIONAL = {  # name of a package: consequence where it is missing
 }
 OLDEST_TORCH = (2, 11)
 OLDEST_CUDA_MAJOR = 8  # compute capability
-# Most open files of rank 0, which serves the store: for each rank its connection, its watchdog's, and one for the causes
+# Most open files of rank 0, which serves the store: of each rank the connection, its watchdog's, and one for causes
 # of failures; gloo's in the groups of all ranks, of checkpoints, along "dp", and of a stage; and those of an idle
 # process with its libraries.
 FILES_PER_RANK = 7
