@@ -5,9 +5,9 @@ Ranks are CPU processes joined by gloo. Each round times a step of ours and a st
 Host time is the CPU time of the thread that runs the step; waiting does not count. "engine" is host time less the time
 of the modules, the loss function and autograd inside the same step, measured around each call: a thread that has slept
 runs them slower than a bare loop does, and the engine does not cause that. "beyond bare" is the whole step less the
-same calls in a bare loop, in host and in wall time. The stages are small, so that the engine's share shows, and plain:
-an "I" of ours computes their weight gradients at once, where torch splits the graph (benchmarks/wgrad_split.py measures
-the splitting).
+same calls in a bare loop, in host time, in CPU time of all threads of the process, and in wall time. The stages are
+small, so that the engine's share shows, and plain: an "I" of ours computes their weight gradients at once, where torch
+splits the graph (benchmarks/wgrad_split.py measures the splitting).
 
     python benchmarks/engine_overhead.py [--ranks 1 2 4] [--microbatches-per-rank 8] [--rounds 40] [--save]
 """
@@ -49,6 +49,7 @@ class Sample(NamedTuple):
 
     engine: float  # host time outside of the modules, the loss function and autograd
     host: float
+    process: float  # CPU time of all threads, gloo's among them
     wall: float
 
 
@@ -206,10 +207,12 @@ def measure(setting: tuple[int, int], info: RankInfo, prefix: str) -> dict[str, 
     for _ in range(rounds):
         for name, run in runs.items():
             dist.barrier()
-            meter.seconds, wall, host = 0.0, time.perf_counter(), time.thread_time()
+            meter.seconds = 0.0
+            before = (time.thread_time(), time.process_time(), time.perf_counter())
             run()
-            host, wall = time.thread_time() - host, time.perf_counter() - wall
-            samples[name].append(Sample(host - meter.seconds, host, wall))
+            after = (time.thread_time(), time.process_time(), time.perf_counter())
+            host, process, wall = (end - start for start, end in zip(before, after))
+            samples[name].append(Sample(host - meter.seconds, host, process, wall))
     units = 2 * num_chunks
     dist.barrier()
     dist.destroy_process_group()
@@ -247,7 +250,8 @@ def main() -> int:
               "itself, which gloo refuses; nothing was measured")
         return 0
     print("us per (micro-batch, stage): gloo's bare loop, ours, torch's; the first two over torch's")
-    print(f"{'ranks':>5} {'bare':>6} | {'engine':^35} | {'host beyond bare':^35} | {'wall beyond bare':^35}")
+    print(f"{'ranks':>5} {'bare':>6} | {'engine':^35} | {'host beyond bare':^35} | "
+          f"{'process beyond bare':^35} | {'wall beyond bare':^35}")
     rows = []
     for world in args.ranks:
         rows.append(row := run_ranks(world, args.microbatches_per_rank, args.rounds))

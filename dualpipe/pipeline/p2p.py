@@ -36,7 +36,13 @@ from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
-from dualpipe.runtime.ranks.process_groups import backends, create_groups, new_gloo_group, timeout_of
+from dualpipe.runtime.ranks.process_groups import (
+    backends,
+    create_groups,
+    let_gloo_wait_its_turn,
+    new_gloo_group,
+    timeout_of,
+)
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder
@@ -160,6 +166,7 @@ class P2PGroups:
             work.wait()
         if self._size > 1:  # make the communicator of gradient norms, too
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        let_gloo_wait_its_turn()
 
     def _create_link_groups(
         self, streams: Sequence[MessageStream | None], device: torch.device

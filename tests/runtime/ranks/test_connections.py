@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -162,3 +163,18 @@ def test_a_rank_that_fails_before_its_first_messages_ends_all(moment):
         assert len(errors) == len(results), results
         says = "TypeError" if moment == "raise" else "which has left"
         assert any(f"rank {CULPRIT} (pp 1, dp 1)" in text and says in text for text in errors), results
+
+
+def policies(rank):
+    """Return the scheduling policies of this process's threads by name, once it has a pipeline of two ranks."""
+    Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], schedule="dualpipev")
+    by_name = {}
+    for thread in Path("/proc/self/task").iterdir():
+        by_name.setdefault((thread / "comm").read_text().strip(), set()).add(os.sched_getscheduler(int(thread.name)))
+    return by_name, os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_threads_of_gloo_do_not_interrupt_computing_ones():
+    for by_name, own in run_ranks(policies, 2):
+        assert by_name["gloo_tcp_loop"] == {os.SCHED_BATCH} and own == os.SCHED_OTHER
