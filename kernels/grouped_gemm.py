@@ -834,7 +834,7 @@ def grouped_gemm_wgrad(
 
 
 def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
-    """Compute the weight gradient of `grouped_gemm`, summed over micro-batches.
+    """Compute the weight gradient of `grouped_gemm`, summed over micro-batches: `GroupedLinear`'s for any number.
 
     One launch takes up to four successive micro-batches (two on sm_80) whose operands have the same dtypes, strides and
     alignment, and which all have a `gather` or none. It reads and writes `out` once. With 256 rows per expert, reading

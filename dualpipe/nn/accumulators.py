@@ -9,7 +9,8 @@ A breakpoint in this module stops at each of them, in the order of a step:
     -> gradients that no rank has, dropped (`drop`); scaled by the clip factor (`scale`)
     -> copied for the optimizer's master weights (`copy_to_master`)
 
-Besides, autograd adds what layers return to it, and FSDP2 sets the reduced gradient of a sharded parameter.
+Besides, autograd adds what layers return to it, and FSDP2 sets the reduced gradient of a sharded parameter. A hook
+divides those of experts before that (`dualpipe.parallel.fsdp.shard`).
 
 The accumulator of a parameter is its own `.grad`, which may be wider than the parameter: with `grad_dtype` float32 a
 bfloat16 parameter accumulates in float32, and the GEMMs of its gradient are not rounded to bfloat16. Experts that are

@@ -1,10 +1,11 @@
-"""Weight gradients: the queue of deferred ones, and the accumulators that they are added to.
+"""Weight gradients: computed at once or queued, and added to their accumulators.
 
-An action "I" computes input gradients only. Each layer passes the computation of its weight gradient to the active
-store, which belongs to the running pipeline and queues it until the matching action "W". A "B" of a stage with segments
-queues too, and runs the queue while communications are in flight. Method: zero-bubble pipeline
-parallelism (Qi et al., arXiv:2401.10241), with a queue of closures instead of a walk over the autograd graph, like the
-`WeightGradStore` of DeepSeek's DualPipe, but without its class-level state.
+An action "I" computes input gradients, and weight gradients only where it must: of parameters with hooks, for example.
+Each layer passes the operands of its weight gradient to the active store, which belongs to the running pipeline and
+queues it until the matching action "W". A "B" of a stage with segments queues too, and runs the queue while
+communications are in flight. Method: zero-bubble pipeline parallelism (Qi et al., arXiv:2401.10241), with a queue of
+operands instead of a walk over the autograd graph, like the `WeightGradStore` of DeepSeek's DualPipe, but without its
+class-level state.
 
 Consecutive actions "W" of one stage can be merged (`WeightGradStore.merge`): one GEMM then computes the gradient of an
 expert weight for several micro-batches, and reads and writes the accumulator once. See `dualpipe.nn.deferred_grad`;
@@ -62,7 +63,7 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
-        self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run immediately
+        self._queue: list[Callable[[], None]] | None = None  # the queue that `add` fills; None: run immediately
         self.accumulating = False
         self.recomputing = False
         self.observer: WeightGradObserver | None = None
@@ -86,10 +87,10 @@ class WeightGradStore:
         """
         node = torch._C._current_autograd_node()
         if node is None or _accumulates_parameters(node):
-            self._run_or_queue(fn)
+            self.add(fn)
 
-    def _run_or_queue(self, fn: Callable[[], None]) -> None:
-        """Run `fn` immediately; inside of `defer`, queue it."""
+    def add(self, fn: Callable[[], None]) -> None:
+        """Run `fn` immediately; inside of `defer`, queue it. `weight_grads` calls it for this library's layers."""
         if self.observer is not None:
             self.observer.saw_put(torch._C._current_autograd_node())
         if self._queue is None:
@@ -216,9 +217,10 @@ def needs_plain_autograd(*params: Tensor | None) -> bool:
 def weight_grads(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of `ctx.weight` and `ctx.bias`, or pass them to the active store, deferred or not.
 
-    Deferred gradients are added directly to the accumulator, and inside of `WeightGradStore.accumulate` all gradients
-    whose accumulator has another dtype than the parameter. A gradient is None if it is not needed, or if the store adds
-    it.
+    Deferred gradients are added directly to the accumulator, and inside of `WeightGradStore.accumulate` the gradients
+    of a layer of which a parameter has an accumulator of another dtype. Returned to autograd, not deferred, are those
+    of parameters with hooks, and of a backward that records a graph. A gradient is None if it is not needed, or if the
+    store adds it.
 
     Args:
         ctx: context of an autograd function; `weight` and `bias` are its inputs 1 and 2.
@@ -246,7 +248,7 @@ def weight_grads(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Te
         observer.saw_layer(weight, num_rows, has_hooks=has_hooks)
     if may_bypass and not has_hooks:
         # No graph is recorded, as no operand requires a gradient; torch.no_grad() would add 1.4 us to a call of 6 us.
-        store._run_or_queue(DeferredGrad(weight, bias, _without_graph(operands), gemm))
+        store.add(DeferredGrad(weight, bias, _without_graph(operands), gemm))
         return None, None
     dw = None if weight is None else as_grad_of(weight, gemm.weight_grad(weight, [operands], None))
     db = None if bias is None else as_grad_of(bias, gemm.compute_bias_grad(bias, operands))

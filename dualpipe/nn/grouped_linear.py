@@ -375,7 +375,7 @@ def _swiglu(
     return swiglu(gate_up, scale), None
 
 
-def _weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None) -> Tensor:
+def _grouped_weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None) -> Tensor:
     """Return the gradient of this rank's experts in the dtype of its accumulator; added to `out` if any."""
     dw_ENH = _new_weight_grad(weight, operands[0].dy) if out is None else out
     grouped_gemm_wgrad_merged(operands, out=dw_ENH, accumulate=out is not None)
@@ -383,7 +383,7 @@ def _weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor 
 
 
 def _transposed_weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None) -> Tensor:
-    """Return the gradient of a weight (E, H, N); see `_weight_grad`."""
+    """Return the gradient of a weight (E, H, N); see `_grouped_weight_grad`."""
     dw_EHN = _new_weight_grad(weight, operands[0].dy) if out is None else out
     grouped_gemm_wgrad_merged(operands, out=dw_EHN.transpose(1, 2), accumulate=out is not None)
     return dw_EHN
@@ -405,7 +405,7 @@ def _num_rows(operands: WgradOperands) -> int:
     return operands.dy.shape[0]
 
 
-_GROUPED = Gemm(_weight_grad, _num_rows, _bias_grad, merges=True)
+_GROUPED = Gemm(_grouped_weight_grad, _num_rows, _bias_grad, merges=True)
 _TRANSPOSED = Gemm(_transposed_weight_grad, _num_rows, _bias_grad, merges=True)
 
 
@@ -419,9 +419,9 @@ class _QuantizedOperands(NamedTuple):
 
 
 def _quantized_weight_grad(weight: Tensor, operands: Sequence[_QuantizedOperands], out: Tensor | None) -> Tensor:
-    """Return the gradient of this rank's experts from dequantized rows; see `_weight_grad`."""
+    """Return the gradient of this rank's experts from dequantized rows; see `_grouped_weight_grad`."""
     ((rows, _, offs, gather),) = operands
-    return _weight_grad(weight, [WgradOperands(*rows.dequantize(), offs, gather)], out)
+    return _grouped_weight_grad(weight, [WgradOperands(*rows.dequantize(), offs, gather)], out)
 
 
 def _num_quantized_rows(operands: _QuantizedOperands) -> int:

@@ -215,7 +215,7 @@ class LinearOperands(NamedTuple):
     x: Tensor | None
 
 
-def _weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor | None) -> Tensor:
+def _linear_weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor | None) -> Tensor:
     """Compute dW (N, H), without rounding to half precision if the accumulator is float32; added to `out` if any."""
     ((dy, x),) = operands
     assert x is not None, "saved if the weight needs a gradient"
@@ -223,7 +223,7 @@ def _weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor
 
 
 def _transposed_weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor | None) -> Tensor:
-    """Compute dW (H, N) = x^T dy: `_weight_grad` with swapped operands."""
+    """Compute dW (H, N) = x^T dy: `_linear_weight_grad` with swapped operands."""
     ((dy, x),) = operands
     assert x is not None, "saved if the weight needs a gradient"
     return _outer_product(weight, x, dy, out)
@@ -262,7 +262,7 @@ def _num_rows(operands: LinearOperands) -> int:
     return operands.dy.shape[:-1].numel()
 
 
-_LINEAR = Gemm(_weight_grad, _num_rows, _bias_grad)
+_LINEAR = Gemm(_linear_weight_grad, _num_rows, _bias_grad)
 _TRANSPOSED = Gemm(_transposed_weight_grad, _num_rows, _bias_grad)
 
 
@@ -274,7 +274,7 @@ class _QuantizedOperands(NamedTuple):
 
 
 def _quantized_weight_grad(weight: Tensor, operands: Sequence[_QuantizedOperands], out: Tensor | None) -> Tensor:
-    """Compute dW (N, H) from dequantized rows; see `_weight_grad`."""
+    """Compute dW (N, H) from dequantized rows; see `_linear_weight_grad`."""
     ((rows, _),) = operands
     return _outer_product(weight, *rows.dequantize(), out)
 

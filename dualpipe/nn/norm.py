@@ -93,7 +93,7 @@ class PartialSums(NamedTuple):
     bias: Tensor | None = None
 
 
-def _weight_grad(weight: Tensor, operands: Sequence[PartialSums], out: Tensor | None) -> Tensor:
+def _norm_weight_grad(weight: Tensor, operands: Sequence[PartialSums], out: Tensor | None) -> Tensor:
     """Sum the partial weight gradients -> (size,); added to `out` if any."""
     ((partial_sums, _),) = operands
     dw = partial_sums.sum(0, dtype=accumulation_dtype(weight, weight.dtype))
@@ -106,4 +106,4 @@ def _second_weight_grad(weight: Tensor, operands: PartialSums) -> Tensor:
     return operands.bias.sum(0, dtype=accumulation_dtype(weight, weight.dtype))
 
 
-SUM_OF_PARTS = Gemm(_weight_grad, bias_grad=_second_weight_grad)
+SUM_OF_PARTS = Gemm(_norm_weight_grad, bias_grad=_second_weight_grad)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dualpipe.nn.accumulators import drop
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp.driver import ParametersStep
@@ -408,11 +409,11 @@ class Pipeline(nn.Module):
             self._p2p, program, num_larger=agreement.num_larger, device=self.device,
             by_host=self.device.type != "cpu" and agreement.kernels not in self._loaded,
         )
-        parameters = ParametersStep(
+        parameters_step = ParametersStep(
             self._stages.parameters, self._stages.users, train=train, reduce=train and sync)
         if agreement.side_names:
             batch = replace(batch, side_names=agreement.side_names)
-        executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
+        executor = Executor(self._stages, batch, program, messages, parameters_step, self.weight_grad_store)
         self._steps.executor = executor
         if self._tied is not None and train:
             self._tied.begin()
@@ -424,13 +425,13 @@ class Pipeline(nn.Module):
             result = executor.run()
         finally:
             self.weight_grad_store.observer = None
-        unused = parameters.unused()
+        unused = parameters_step.unused()
         if self._tied is not None and train and sync:
             self._tied.add(unused)
         # Waits for all ranks, so that a failure is raised on all of them in the step in which it has occurred.
-        parameters.drop_unused(unused, self._ranks.wait_for_all)
+        parameters_step.drop_unused(unused, self._ranks.wait_for_all)
         messages.finish()
-        parameters.run_hooks()
+        parameters_step.run_hooks()
         self._loaded.add(agreement.kernels)
         if probe is not None:
             kinds = {action.kind for instruction in program.instructions for action in instruction.actions}
@@ -523,7 +524,10 @@ class Pipeline(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like `nn.Module.zero_grad`; also drops gradients that steps with `sync=False` keep."""
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            drop(self.parameters())
+        else:
+            super().zero_grad(set_to_none=False)
         self._discard()
 
     def _discard(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
@@ -304,17 +306,15 @@ class StageRunner:
 
     def weight_gradients(self, key: Hashable, *, turns: int) -> Task:
         """Compute the weight gradients under `key` in `turns` parts, which hide the communications of other actions."""
-        if turns == 1:
-            with no_autocast(self._autocast):
-                self._store.run(key)
-            return
         functions = self._store.take(key)
-        for i, function in enumerate(functions):
+        ends = [ceil(len(functions) * turn / turns) for turn in range(turns + 1)]
+        for start, end in pairwise(ends):
+            if start == end:
+                continue
             with torch.no_grad(), no_autocast(self._autocast):
-                function()
-            # True for the last function of each of `turns` parts of about equal length.
-            if (i + 1) * turns // len(functions) > i * turns // len(functions):
-                yield None
+                for compute_and_add in functions[start:end]:
+                    compute_and_add()
+            yield None
 
     # -- recorder entries
 

@@ -120,8 +120,8 @@ class Store(WeightGradStore):
         super().__init__()
         self._noted = noted
 
-    def _run_or_queue(self, fn: Any) -> None:
-        super()._run_or_queue(lambda: (self._noted.note("weights"), fn()))
+    def add(self, fn: Any) -> None:
+        super().add(lambda: (self._noted.note("weights"), fn()))
 
 
 def walked(rank: Rank, kinds: str) -> list[Entry]:

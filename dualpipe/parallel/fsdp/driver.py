@@ -31,6 +31,7 @@ from dualpipe.parallel.fsdp.private import (
     second_accumulator,
     set_final_callback,
     set_manual_mode,
+    start_reduce_scatter,
 )
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach_all
 from dualpipe.parallel.fsdp.stage_parameters import StageParameters
@@ -124,7 +125,7 @@ class StageStep:
             for group in self._parameters.groups:
                 if private(private(group, "mesh_info"), "mesh").size() == 1:
                     _move_gradients(group)
-                private(group, "post_backward")()
+                start_reduce_scatter(group)
         self._parameters.reshard()
         self._is_reduced = reduce
 
@@ -230,7 +231,7 @@ class ParametersStep:
     def __init__(
         self, stages: Mapping[int, StageParameters], users: Mapping[int, set[int]], *, train: bool, reduce: bool
     ) -> None:
-        self._parameters = stages
+        self._stage_parameters = stages
         self._stages = {stage: StageStep(parameters) for stage, parameters in stages.items()}
         self._sharded = {stage: self._stages[stage] for stage, parameters in stages.items() if parameters.is_sharded}
         self._users = users
@@ -266,7 +267,7 @@ class ParametersStep:
                     self._sharded[stage].wait()
             if self._train:
                 self._stages[stage].prepare()
-        parameters = self._parameters[stage]
+        parameters = self._stage_parameters[stage]
         if not parameters.allows_several_groups:
             parameters.set_idle()  # otherwise FSDP2 would take the forward for a recompute, and not cast its inputs
 
@@ -322,7 +323,7 @@ class ParametersStep:
 
     def _collective(self, kind: str, stage: int) -> RecordedWait:
         title = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
-        return self._recorder.collective(kind, title, self._parameters[stage].ranks)
+        return self._recorder.collective(kind, title, self._stage_parameters[stage].ranks)
 
 
 def _move_gradients(group: Any) -> None:

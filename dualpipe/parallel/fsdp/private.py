@@ -79,6 +79,11 @@ def set_manual_mode(root: Any, is_manual: bool) -> None:
         root.set_manual_backward_finalization(is_manual)
 
 
+def start_reduce_scatter(group: Any) -> None:
+    """Start the reduce-scatter of a parameter group, of each gathered parameter's `.grad`."""
+    private(group, "post_backward")()
+
+
 def finalize_backward(root: Any) -> None:
     """Make later work on the device wait for the reductions of the units of `root`; call it in manual mode."""
     if hasattr(root, "finalize_backward"):
