@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class MetaRun:
         self._state.gradients = {self._result: gradient}
         return gradient.untyped_storage().nbytes()
 
-    def backward(self, kind: Literal["B", "I"]) -> Task:
+    def backward(self, kind: str) -> Task:
         """Return a backward as a task: full ("B"), or for the input gradient only ("I")."""
         return self._runner.backward(self._state, kind, MICROBATCH)
 

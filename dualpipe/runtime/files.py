@@ -15,9 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import xxhash
 
-CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+def _xxh3_128(data: bytes = b"") -> Any:
+    """Return a hash object of xxhash."""
+    import xxhash  # not at the top: the search for schedules uses this file, and needs the standard library alone
+
+    return xxhash.xxh3_128(data)
+
+
+CHECKSUMS: dict[str, Callable[..., Any]] = {"xxh3_128": _xxh3_128, "sha256": hashlib.sha256}
 _FALLOCATE = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux only
 _FALLOC_FL_KEEP_SIZE = 1  # of <fcntl.h>
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -50,8 +50,9 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 def connect_neighbours(group: ProcessGroup) -> None:
     """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks."""
     recorder = Recorder.current()
+    gloo: Any = group._get_backend(torch.device("cpu"))
     with recorder.collective("meet", "all ranks", recorder.members(group)):
-        group._get_backend(torch.device("cpu")).barrier().wait()
+        gloo.barrier().wait()
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
