@@ -164,15 +164,18 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     A rank runs forwards until the gradient for its first backward can arrive, then forwards and backwards in turn, then
     the remaining backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple
     of P micro-batches; for other numbers, the order is that for the next higher multiple, without the actions of the
-    surplus micro-batches.
+    surplus micro-batches. But from P + 1 to 2P - 1 micro-batches are one group, as in torch. It holds M - P activations
+    more for each stage of a rank but one, and is faster: on 8 ranks with 9 micro-batches the makespan is 75 instead of
+    89 (F = 1, B = 2), with 18 activations instead of 17.
 
     Source: Megatron-LM, arXiv:2104.04473.
     """
+    group_size = num_microbatches if num_ranks < num_microbatches < 2 * num_ranks else num_ranks
     visits = [  # index among the rank's stages, micro-batch
         (local_stage, group_start + i)
-        for group_start in range(0, num_microbatches, num_ranks)
+        for group_start in range(0, num_microbatches, group_size)
         for local_stage in range(stages_per_rank)
-        for i in range(num_ranks)
+        for i in range(group_size)
     ]
     ranks = []
     for rank in range(num_ranks):
@@ -182,7 +185,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
         ]
         warmup = num_ranks - rank - 1
         if stages_per_rank > 1:
-            warmup = 2 * warmup + (stages_per_rank - 1) * num_ranks
+            warmup = 2 * warmup + (stages_per_rank - 1) * group_size
         actions = forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards):
             actions += [forward, backward]

@@ -47,14 +47,15 @@ def test_1f1b_by_hand():
     assert rank_order(schedule, 2) == "2F0 2B0 2F1 2B1 2F2 2B2"
 
 
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 2), (4, 8), (4, 16), (8, 24)])
+@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 2), (4, 8), (4, 16), (8, 24), (2, 3), (4, 5), (8, 15)])
 def test_interleaved_1f1b_is_the_order_of_torch_where_torch_has_one(num_ranks, num_microbatches):
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
     ours = build("interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank=3)
     theirs = object.__new__(ScheduleInterleaved1F1B)
     theirs.pp_group_size, theirs.n_local_stages = num_ranks, 3
-    theirs._n_microbatches, theirs.microbatches_per_round = num_microbatches, num_ranks
+    theirs._n_microbatches = num_microbatches
+    theirs.microbatches_per_round = num_microbatches // max(1, num_microbatches // num_ranks)
     for rank in range(num_ranks):
         actions = theirs._calculate_single_rank_operations(rank)
         assert rank_order(ours, rank) == " ".join(str(action) for action in actions if action is not None)
@@ -78,6 +79,12 @@ def test_zbv_is_the_order_of_torch(num_ranks):
 def test_every_size_is_valid(name, num_ranks):
     for num_microbatches in range(1, 4 * num_ranks + 1):
         validate(build(name, num_ranks, num_microbatches))
+
+
+@pytest.mark.parametrize("size, makespan, activations", [((8, 9), 75, 18), ((4, 5), 39, 10), ((4, 10), 73, 11)])
+def test_known_times_of_interleaved_1f1b_for_no_multiple_of_the_ranks(size, makespan, activations):
+    timeline = simulate(build("interleaved_1f1b", *size), Costs(F=1, B=2))
+    assert timeline.makespan == makespan and max(timeline.peak_activations) == activations
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 3, 4])
