@@ -194,7 +194,7 @@ def test_second_derivative_of_linear_operators(device):
     assert torch.autograd.gradgradcheck(unweighted, x)
 
 
-@pytest.mark.parametrize("expert", [3, -2])
+@pytest.mark.parametrize("expert", [3, 4, -2])
 def test_expert_out_of_range(expert, device):
     """Raises ValueError on CPU; the kernel sorts the row as unassigned."""
     expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block

@@ -180,6 +180,7 @@ def sharded(rank: int) -> tuple[list[Tensor], list[Tensor]]:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
         fully_shard(stage.layers[1], mesh=mesh, mp_policy=policy)
         fully_shard(stage, mesh=mesh)
+        stage.register_forward_hook(lambda _, __, output: output * 2)  # after that of FSDP2
         if not in_segments:
             stage.segments = None
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))

@@ -36,6 +36,7 @@ def make_loader(streams, weights=(3.0, 1.0), **changes):
 @pytest.mark.parametrize(("weights", "places"), [
     ([1, 1], [2048, 2048]), ([3, 1], [3072, 1024]), ([1], [4096]), ([1, 1, 1], [1366, 1365, 1365]),
     ([1e-9, 1], [1, 4095]), ([1e9, 1, 1, 1], [4093, 1, 1, 1]), ([0.7, 0.2, 0.1], [2867, 819, 410]),
+    ([5, 3, 1e-9, 1e-9, 1e-9], [2558, 1535, 1, 1, 1]),
 ])
 def test_places_of_a_block(weights, places):
     assert share_places(weights).tolist() == places and sum(places) == BLOCK

@@ -59,6 +59,20 @@ def test_every_token_that_counts_is_a_target_once_with_its_conversation_from_its
     assert sorted(found) == sorted(expected)
 
 
+def test_only_what_the_assistant_says_is_a_target_in_any_window(packed):
+    stream, (encoded,) = packed([turns("a question", "an answer")])
+    size = len(encoded.tokens)
+    targets = stream.read_windows(np.array([0]), size).targets[0]
+    assert targets.tolist() == np.where(encoded.loss_mask, encoded.tokens.astype(np.int64), NO_TARGET)[1:].tolist()
+    assert (targets == NO_TARGET).any() and (targets != NO_TARGET).any()
+
+
+def test_a_conversation_without_targets_is_left_out_and_the_next_one_is_not(packed):
+    with pytest.warns(UserWarning, match="1 of the conversations"):
+        stream, encoded = packed([turns("alone"), turns("a", "b")])
+    assert stream.read(0, stream.num_tokens).tolist() == encoded[1].tokens.tolist()
+
+
 def test_windows_without_targets_are_left_out(packed):
     """The assistant's answer lies in the last of several windows of its conversation."""
     stream, _ = packed([turns("long question " * 19, "yes")])
