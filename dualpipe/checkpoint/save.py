@@ -169,7 +169,7 @@ class Checkpoints:
         if self._layout["world"] > 1:
             world = dist.group.WORLD
             assert world is not None, "a mesh of several ranks has a default group"
-            everyone = (range(self._layout["world"]), TOTALS)
+            everyone = (range(dist.get_world_size()), TOTALS)  # `of_mesh` refuses a part of them on every rank
             self._group = create_groups([everyone], parent=world, timeout=timeout, backend="gloo")[0]
         self._ranks = RankSync.of_mesh(mesh, self._group)
         self._write_plan = _WritePlan({}, [], {})

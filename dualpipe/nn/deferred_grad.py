@@ -100,8 +100,8 @@ class DeferredGrad:
 
 
 def _versions(operands: Any) -> list[int]:
-    """Return torch's counts of the changes in place of the tensors among operands."""
-    return [operand._version for operand in operands if isinstance(operand, Tensor)]
+    """Return torch's counts of the changes in place of the tensors among operands; inference tensors have none."""
+    return [x._version for x in operands if isinstance(x, Tensor) and not x.is_inference()]
 
 
 Deferred = Callable[[], None]

@@ -189,7 +189,7 @@ class StageRunner:
     def _finish_communication(
         self, communication: OpenCommunication, carry: dict[str, Any], *, keep_context: bool = False
     ) -> None:
-        """Wait for a communication of a forward, and put the received values into the carry.
+        """Wait for a communication of a forward, and put the received values that are needed into the carry.
 
         keep_context: keep the context of the first forward, in a recomputation.
         """
@@ -197,10 +197,11 @@ class StageRunner:
         record = communication.record
         if not keep_context:
             record.context = context
-        writes = communication.segment.writes
+        segment = communication.segment
         requires_grad = any(record.differentiable) and torch.is_grad_enabled()
-        for name, value in zip(writes, as_results(writes, received)):
-            carry[name] = as_leaf(value, requires_grad)
+        for name, value in zip(segment.writes, as_results(segment.writes, received)):
+            if name in segment.needed:
+                carry[name] = as_leaf(value, requires_grad)
 
     @contextmanager
     def _restore_forward(self, random: RandomStates | None) -> Iterator[None]:

@@ -277,3 +277,13 @@ def test_on_four_ranks(tmp_path):
     with pytest.raises(ValueError, match="numbers of 4 stages, the model with those of 0"):
         load(tmp_path / "v", training_state([sequential()]))
     assert [file.name for file in (tmp_path / "apart").iterdir()] == [".lock"]
+
+
+def refused_part(rank, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(ValueError, match="2 of 4 ranks"):
+        Checkpoints(path, mesh["pp"])
+
+
+def test_a_part_of_a_mesh_is_refused_on_every_rank(tmp_path):
+    run_ranks(refused_part, 4, tmp_path)

@@ -407,3 +407,15 @@ def test_layers_have_the_same_gradients_by_torchs_gemms(clamped, monkeypatch):
         # Sums of bfloat16 in another order or with one more rounding; eps is 2**-7.
         error = (ours.double() - others.double()).norm() / ours.double().norm()
         assert error < 2**-6, error
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_ends_of_rows_may_come_from_inference_mode(deferred):
+    module = GroupedLinear(3, 8, 4, dtype=torch.float64)
+    expected = copy.deepcopy(module)
+    x, dy = torch.randn(7, 8, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    with torch.inference_mode():
+        offs = ends([2, 0, 5])
+    run(module, x, offs, dy, deferred)
+    run(expected, x, offs.clone(), dy, False)
+    assert torch.equal(module.weight.grad, expected.weight.grad)

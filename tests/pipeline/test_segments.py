@@ -652,3 +652,19 @@ def test_autocast_around_a_step_is_for_the_forwards_alone(recompute):
         Pipeline([stage], schedule="1f1b").step(x, num_chunks=2, criterion=F.mse_loss, labels=x)
     assert set(seen) == {("forward", True), ("backward", False)}
     assert len(seen) == 2 * 2 * (3 if recompute else 2)
+
+
+def test_what_a_communication_brings_and_nothing_reads_is_no_output():
+    class Sending(Stage):
+        def segments(self):
+            return [Communicate(Rolled([]), "x", "x1"), Compute(super().forward, "x", "x")]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    found = []
+    for kind in (Stage, Sending):
+        torch.manual_seed(1)
+        pipe = Pipeline([defer_weight_grads(kind()) for _ in range(2)], schedule="dualpipev")
+        loss, outputs = pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,), return_outputs=True)
+        found.append([loss, outputs, *(param.grad for param in pipe.parameters())])
+    assert all(map(torch.equal, *found))

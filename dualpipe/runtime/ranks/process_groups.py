@@ -56,12 +56,13 @@ def connect_neighbours(group: ProcessGroup) -> None:
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
-    """Return the ranks of a gloo group that this rank may be connected with; those that barriers connect come first."""
+    """Return the ranks of a gloo group that this rank may be connected with, neighbours of barriers first."""
     rank = group.rank()
     size = group.size()
     distances = [2**power for power in range((size - 1).bit_length())]
     neighbours = [(rank + sign * distance) % size for distance in distances for sign in (1, -1)]
-    others = [] if group.group_desc == _SPARSE else range(size)
+    connects_lazily = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+    others = [] if connects_lazily and group.group_desc == _SPARSE else range(size)
     return [peer for peer in dict.fromkeys([*neighbours, *others]) if peer != rank]
 
 
