@@ -220,7 +220,8 @@ def test_a_writer_that_hangs_is_given_up(tmp_path):
         checkpoints._timeout = 2.0
         checkpoints.save_async(state_of(2), step=2)
         os.kill(writer_of(os.getpid()), signal.SIGSTOP)
-        with pytest.raises(CheckpointError, match="gave no answer for 2 s"):
+        # It may have been stopped before or after it began to write.
+        with pytest.raises(CheckpointError, match=r"gave no answer for 2 s|no progress for 2 s"):
             checkpoints.wait()
         assert not writers_of(os.getpid())
         checkpoints._timeout = 60.0

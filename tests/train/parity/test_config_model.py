@@ -232,18 +232,18 @@ def test_tied_embeddings_are_compared_once_in_each_stage(run_toml, capsys, dtype
 def rounded_sums(monkeypatch):
     """Accumulate weight gradients in bfloat16, in buffers that are float32."""
 
-    weight_grad = linear._weight_grad
+    weight_grad = linear._outer_product
 
     def rounded(weight, dy, x, out=None):
         dw = weight_grad(weight, dy, x, out)
         return dw.copy_(dw.bfloat16())
 
-    monkeypatch.setattr(linear, "_weight_grad", rounded)
+    monkeypatch.setattr(linear, "_outer_product", rounded)
 
 
 def one_lost(monkeypatch):
     """Drop one weight's gradient of one of four micro-batches."""
-    right, weight_grad = StagesInPipeline.train, linear._weight_grad
+    right, weight_grad = StagesInPipeline.train, linear._outer_product
 
     def train(self, counted=None, *arguments, **options):
         calls = []
@@ -253,9 +253,9 @@ def one_lost(monkeypatch):
             return weight_grad(weight, dy * (calls.count((32, 32)) != 5), x, out)
 
         if counted is None or len(counted) > 1:
-            monkeypatch.setattr(linear, "_weight_grad", losing)
+            monkeypatch.setattr(linear, "_outer_product", losing)
         losses = right(self, counted, *arguments, **options)
-        monkeypatch.setattr(linear, "_weight_grad", weight_grad)
+        monkeypatch.setattr(linear, "_outer_product", weight_grad)
         return losses
 
     monkeypatch.setattr(StagesInPipeline, "train", train)
