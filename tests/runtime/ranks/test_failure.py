@@ -151,16 +151,17 @@ def test_a_partly_received_message_is_not_cut_off(source):
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
     """Let ranks wait in a chain for the last one, which does not come; return their errors."""
     failure = StepFailure(FailureBoard(Board(partial(default_store, dist.group.WORLD)), "one"), [dist.group.WORLD])
+    store = dist.distributed_c10d._get_default_store()
     if rank == size - 1:
-        store = dist.distributed_c10d._get_default_store()
-        while not all(store.check([f"told {other}"]) for other in range(size - 1)):
-            time.sleep(0.05)
+        store.wait([f"told {other}" for other in range(size - 1)])
         return "", False, False
+    store.set(f"waits {rank}", "yes")
+    store.wait([f"waits {other}" for other in range(size - 1)])  # so that the times below begin together
     waiting = Recorder.current().wait("receive", "a message", (rank + 1,))
     with pytest.raises(PipelineError) as raised, failure.ending_step(str), waiting:
         work = dist.irecv(torch.empty(1), rank + 1)
         work.wait(timedelta(seconds=1.0 + 0.2 * rank))  # the first to time out waits for a rank that is not the cause
-    dist.distributed_c10d._get_default_store().set(f"told {rank}", "yes")
+    store.set(f"told {rank}", "yes")
     error = raised.value
     return str(error), error.is_loss, isinstance(error.__cause__, RankLost)
 
