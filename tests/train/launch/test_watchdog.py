@@ -29,13 +29,13 @@ LAYOUTS = {"pp2": (2, 1, 1), "pp4": (4, 1, 1), "pp2 x dp2": (2, 2, 1), "pp2 x ep
 SLEEPS = """
 import os, time
 from dualpipe.nn.deferral import WeightGradStore
-run, calls = WeightGradStore.run, []
+take, calls = WeightGradStore.take, []
 def sleeping(self, slot):
     calls.append(slot)
     if os.environ.get("RANK") == "1" and len(calls) == 12:
         time.sleep(60)
-    return run(self, slot)
-WeightGradStore.run = sleeping
+    return take(self, slot)
+WeightGradStore.take = sleeping
 """
 # Locks a mutex twice, which never ends. A sleep in C would end with the first signal, and release the lock.
 HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", """import ctypes
