@@ -79,12 +79,8 @@ class DeferredGrad:
             for operands in self.operands:
                 accumulators.add_grad(self.bias, self.gemm.compute_bias_grad(self.bias, operands))
 
-    def can_merge(self, other: DeferredGrad) -> bool:
-        """Return True if one GEMM computes both gradients faster than two."""
-        return self.gemm.merges and self.gemm is other.gemm and self.weight is other.weight and self.bias is other.bias
-
     def merge(self, later: DeferredGrad) -> None:
-        """Take over the operands of a gradient for which `can_merge` is True, from a later micro-batch."""
+        """Take over the operands of a gradient of the same parameters by the same GEMM, from a later micro-batch."""
         self.operands += later.operands
         self._versions += later._versions
 
@@ -122,7 +118,8 @@ def merge_queues(queues: Sequence[Sequence[Deferred]]) -> list[list[Deferred]]:
         for deferred in queue:
             if isinstance(deferred, DeferredGrad) and deferred.gemm.merges and deferred.weight is not None:
                 first = first_of_weight.setdefault(id(deferred.weight), deferred)
-                if first is not deferred and first.can_merge(deferred):
+                is_alike = first.gemm is deferred.gemm and first.bias is deferred.bias
+                if first is not deferred and is_alike:
                     first.merge(deferred)
                     continue
             order.append(deferred)
