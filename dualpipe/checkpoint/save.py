@@ -164,7 +164,6 @@ class Checkpoints:
         has_pp = mesh is None or "pp" in (mesh.mesh_dim_names or ())
         self._stages = Mesh.of(mesh).rank("pp") if has_pp else dist.get_rank()
         # Background saves communicate during training, so they need a separate group; gloo, as they send no tensors.
-        # Not by `create_groups`, whose names repeat once a group has been destroyed, as `close` destroys this one.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         if self._group is not None:
             connect_neighbours(self._group)

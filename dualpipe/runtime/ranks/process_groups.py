@@ -27,6 +27,7 @@ from dualpipe.runtime.recorder import Recorder
 
 _COLLECTIVES = (SHARDS, TOTALS)  # uses of groups in which ranks run collectives alone
 _GLOO_THREAD = "gloo_tcp_loop"  # name of the thread that receives, and sends what the socket did not take at once
+_call_numbers = [0]  # of the latest call of `create_groups` in this process: none may come again
 _SPARSE = "dualpipe: connected for collectives"  # torch's description of such a group
 
 
@@ -48,11 +49,21 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def connect_neighbours(group: ProcessGroup) -> None:
-    """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks."""
+    """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks.
+
+    Does nothing where gloo has connected all ranks when the group was made.
+    """
+    if not _connects_lazily():
+        return
     recorder = Recorder.current()
     gloo: Any = group._get_backend(torch.device("cpu"))
     with recorder.collective("meet", "all ranks", recorder.members(group)):
         gloo.barrier().wait()
+
+
+def _connects_lazily() -> bool:
+    """Return True if gloo connects two ranks at their first message."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
@@ -61,8 +72,7 @@ def connected_ranks(group: ProcessGroup) -> list[int]:
     size = group.size()
     distances = [2**power for power in range((size - 1).bit_length())]
     neighbours = [(rank + sign * distance) % size for distance in distances for sign in (1, -1)]
-    connects_lazily = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
-    others = [] if connects_lazily and group.group_desc == _SPARSE else range(size)
+    others = [] if _connects_lazily() and group.group_desc == _SPARSE else range(size)
     return [peer for peer in dict.fromkeys([*neighbours, *others]) if peer != rank]
 
 
@@ -108,14 +118,22 @@ def create_groups(
     world: Any = dist.group.WORLD
     uses_nccl = "nccl" in (backend or dist.get_backend_config(world))
     # torch names a group by its ranks and by the number of groups in the process: ranks with fewer groups add dummies.
+    pg_map = dist.distributed_c10d._world.pg_map
     num_groups = len(dist.distributed_c10d._world.pg_names)
-    max_groups = torch.tensor(num_groups, device="cpu" if "cpu" in backends(parent) else current())
-    dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=parent)
-    dummies = [([dist.get_rank()], requests[0][1])] * (int(max_groups) - num_groups)
+    # Such a name comes again after a group has been destroyed, and with it the addresses of that group's ranks in the
+    # store: so each call has keys of its own there, with a number that none of its ranks has had before.
+    backend_of_world, store = pg_map[world]
+    device = "cpu" if "cpu" in backends(parent) else current()
+    numbers = torch.tensor([num_groups, _call_numbers[-1] + 1], device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=parent)
+    max_groups, number = numbers.tolist()
+    _call_numbers[:] = [number]
+    dummies = [([dist.get_rank()], requests[0][1])] * (max_groups - num_groups)
     # If the default group is bound to a device, torch makes NCCL groups by splitting its communicator, in which all
     # ranks of the job must take part. For a new gloo group too, torch calls the split on ranks that are not members.
     bound_device = world.bound_device_id
     world.bound_device_id = None
+    pg_map[world] = (backend_of_world, dist.PrefixStore(f"dualpipe: groups {number}", store))
     groups = []
     try:
         for ranks, traffic in (*dummies, *requests):
@@ -127,6 +145,7 @@ def create_groups(
             ))
     finally:
         world.bound_device_id = bound_device
+        pg_map[world] = (backend_of_world, store)
     groups = groups[len(dummies):]
     for group in groups:
         if group.group_desc == _SPARSE and "gloo" in backends(group).values():

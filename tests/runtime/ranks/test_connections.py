@@ -17,7 +17,9 @@ from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.runtime.errors import PipelineError, RankLost
+from dualpipe.runtime.nccl import LINK, TOTALS
 from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.runtime.ranks.process_groups import create_groups
 from dualpipe.train.config.schema import ParallelConfig
 from dualpipe.train.launch import join
 from ports import free_ports
@@ -178,3 +180,22 @@ def policies(rank):
 def test_threads_of_gloo_do_not_interrupt_computing_ones():
     for by_name, own in run_ranks(policies, 2):
         assert by_name["gloo_tcp_loop"] == {os.SCHED_BATCH} and own == os.SCHED_OTHER
+
+
+def made_again(rank):
+    """Make groups of both ranks and destroy them, again and again; return the sums over them."""
+    sums = []
+    for _ in range(4):
+        requests = [([0, 1], traffic) for traffic in (TOTALS, LINK)]
+        groups = create_groups(requests, parent=dist.group.WORLD, timeout=timedelta(seconds=WAIT), backend="gloo")
+        for group in groups:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            sums.append(int(total))
+            dist.destroy_process_group(group)
+    return sums
+
+
+def test_groups_can_be_made_after_others_have_been_destroyed():
+    """torch gives them the same names, under which the store has the addresses of the destroyed ones."""
+    assert run_ranks(made_again, 2, fresh=True) == [[2] * 8] * 2
