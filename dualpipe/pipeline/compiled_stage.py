@@ -62,8 +62,8 @@ class CompiledSegment:
         number: index in the program.
         reads: names of its arguments, as far as they are known before a forward.
         writes: names of its results, as far as they are known before a forward.
-        is_open: `fn` takes the whole carry, and its results replace the carry. So does the last segment of a stage of
-            which only a forward shows what it returns: a module that is called as a whole, or one with a criterion.
+        is_open: True for a module that is called as a whole, and for the segment with the criterion, whose results are
+            known only after a forward: `fn` takes the whole carry, and its results replace the carry.
         fn: function of a compute segment, from arguments by name to results by name.
         communication: communication of a communication segment.
         recompute: run the forward again before the backward.
