@@ -184,20 +184,24 @@ def test_the_formulas_of_schedules(num_ranks):
     F, B, W, pair, P = 1.0, 2.0, 1.0, 2.6, num_ranks
     costs = Costs(F=F, B=B, W=W, FB=pair)
     bubbles = {
-        "1f1b": 2 * (P - 1) * (F + B), "interleaved_1f1b": (P - 1) * (F + B), "zbv": (P - 1) * F,
-        "v_half": (3.5 * P - 2) * F, "dualpipev": (P - 1) * (pair + B - 3 * W),
-        "dualpipev_full": (P - 1) * (pair + B) - F,
+        "gpipe": 2 * (P - 1) * (F + B), "1f1b": 2 * (P - 1) * (F + B), "zb1p": 2 * (P - 1) * (F + B - 2 * W),
+        "zb2p": 2 * (P - 1) * F, "interleaved_1f1b": (P - 1) * (F + B), "interleaved_zb": (P - 1) * (F + B - 2 * W),
+        "zbv": (P - 1) * F, "v_half": max(1, 3 * P - 7) * F, "v_min": max(2, 3 * P - 1 if P > 2 else 0) * F,
+        "dualpipev": (P - 1) * (pair + B - 3 * W), "dualpipev_full": (P - 1) * (pair + B) - F,
     }
+    M = 4 * P
     memory = {
-        "1f1b": (2 * P, 2), "interleaved_1f1b": (3 * P - 1, P + 1), "zbv": (2 * P, 2 * P), "v_half": (P + 2, P + 2),
+        "gpipe": (2 * M, 2 * M), "1f1b": (2 * P, 2), "zb1p": (2 * P, P + 1), "zb2p": (4 * P - 2, 2 * P),
+        "interleaved_1f1b": (3 * P - 1, P + 1), "interleaved_zb": (3 * P - 1, (3 * P + 1) / 2),
+        "zbv": (2 * P, 2 * P), "v_half": (P + 2, P + 2), "v_min": (max(3, P), max(3, P)),
         "dualpipev": (2 * P + 1, 2 * P + 1), "dualpipev_full": (2 * P + 1, 2 * P + 1),
     }
     for name, bubble in bubbles.items():
-        schedule = build(name, P, 4 * P)
+        schedule = build(name, P, M)
         size = 2 * P // schedule.num_stages  # of a stage
         timeline = simulate(schedule, costs.scaled(size))
         assert max(timeline.bubble) == pytest.approx(bubble), name
-        peaks = [size * peak for peak in timeline.peak_activations]
+        peaks = [size * peak for peak in timeline.memory_by_rank]
         assert (peaks[0], peaks[-1]) == memory[name], name
     assert bubbles.keys() | {"auto"} == set(re.findall(r"^\| `(\w+)` \| 2?P \|", SCHEDULES.read_text(), re.M))
 

@@ -73,7 +73,7 @@ IN_PROCESS = {  # replaced text: its replacement
     "dualpipe plan examples/qwen3-30b-a3b-2x8x80gb.toml --gpus 16":
         {"qwen3-30b-a3b-2x8x80gb": "tiny-cpu", "--gpus 16": "--gpus 1"},
     "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare "
-    "dualpipev_full,zbv,interleaved_1f1b,v_half,1f1b --svg dualpipev.svg": {},
+    "dualpipev_full,zbv,interleaved_1f1b,interleaved_zb,v_half,v_min,1f1b,zb1p,zb2p --svg dualpipev.svg": {},
     "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8":
         {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 1", "4194304": "1024"},
     "dualpipe data pack PATH... --tokenizer bytes --out DIR": {"PATH...": "text"},

@@ -215,9 +215,11 @@ def schedule_picture(name: str, costs: Costs) -> str:
 PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "cli.md": cli_page}
 PICTURES = {
     "1f1b": Costs(F=2, B=4, W=2),  # half as many stages, twice as large
+    "zb1p": Costs(F=2, B=4, W=2),
     "interleaved_1f1b": Costs(F=1, B=2, W=1),
     "zbv": Costs(F=1, B=2, W=1),
     "v_half": Costs(F=1, B=2, W=1),
+    "v_min": Costs(F=1, B=2, W=1),
     "dualpipev": Costs(F=1, B=2, W=1, FB=2.6),  # a pair takes 2.6 instead of 3
 }
 

@@ -1,6 +1,10 @@
-"""Known schedules: DualPipeV, ZB-V, V-Half, 1F1B and interleaved 1F1B, each built as the steps of every rank.
+"""Known schedules, each built as the steps of every rank.
 
-The schedules on a V are written as patterns of names. "F0" is a forward on the rank's first stage (half 0, on the way
+- On a V: DualPipeV and ZB-V, written as patterns, and V-Half and V-Min, squeezed from a building block.
+- With stages in a loop: GPipe, 1F1B, ZB-H1 and ZB-H2, and with several stages per rank interleaved 1F1B and its
+  zero-bubble form. They differ in the forwards before the first backward, and in when weight gradients run.
+
+Patterns consist of names. "F0" is a forward on the rank's first stage (half 0, on the way
 down the V), "F1" one on its second stage (half 1, on the way back), and "F0&B1" a pair that overlaps.
 `steps_from_pattern` adds the micro-batches.
 """
@@ -9,10 +13,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from itertools import islice, product
 from typing import cast
 
-from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
+from dualpipe.schedule.building_blocks import Policy, RankOrder, building_block, repeat, squeeze
+from dualpipe.schedule.simulate import Costs, simulate
+from dualpipe.schedule.types import Action, Kind, Schedule, ScheduleError, Step, v_placement
+from dualpipe.schedule.validate import validate
+
+EQUAL_COSTS = Costs(F=1, B=2, W=1)
+MOST_ACTIONS = 100_000  # of all building blocks that are tried for a schedule; this takes a few seconds
+
+Gaps = tuple[int, int, int]  # of `building_block`
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -118,44 +133,102 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build V-Half: a schedule on a V with about half the activation memory of 1F1B.
 
-    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into
-    ticks of one action. A rank runs F0, F1, I1 and I0 of the first micro-batch at fixed ticks, those of each following
-    micro-batch 6 ticks later, and weight gradients at the free ticks. Each rank runs F0 and I1 two ticks later than the
-    rank before it, and F1 and I0 one tick earlier. So it holds the activations of half 0 (from F0 to I0) for three
-    ticks less than the rank before it, and those of half 1 (from F1 to I1) for three ticks more: the sum is equal on
-    all ranks.
+    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`), where 1F1B holds 2P. The steady state has
+    no bubble if F = I = W.
 
-    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
-    github.com/sail-sg/zero-bubble-pipeline-parallelism, but without the reordering at the beginning and the end of a
-    step that is done there.
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, table 2.
     """
-    shift = 0 if num_ranks % 2 else 3  # with an even number of ranks, two actions would otherwise share a tick
-    ranks = []
-    for rank in range(num_ranks):
-        first_ticks = {
-            "F0": 2 * rank,
-            "F1": 3 * num_ranks - rank - 2,
-            "I1": 3 * num_ranks + shift + 2 * rank - 1,
-            "I0": 6 * num_ranks + shift - rank - 2,
-        }
-        names = {tick + 6 * mb: name for name, tick in first_ticks.items() for mb in range(num_microbatches)}
-        pattern: list[str] = []
-        deferred = deque[str]()
-        for tick in range(1 + max(names)):
-            name = names.get(tick)
-            if name is not None:
-                pattern.append(name)
-                if name.startswith("I"):
-                    deferred.append("W" + name[1])
-            elif deferred:
-                pattern.append(deferred.popleft())
-        ranks.append(tuple(steps_from_pattern([*pattern, *deferred], _v_stages(rank, num_ranks))))
-    return Schedule("v_half", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
+    return _from_building_block("v_half", num_ranks, num_microbatches, memory=num_ranks + 2)
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Build V-Min: a schedule on a V with about a third of the activation memory of 1F1B, for many ranks.
+
+    On P ranks, a rank holds at most (2P + 8) / 3 stage activations (see `simulate`), and at most P if P is 4 to 8;
+    1F1B holds 2P. The steady state has no bubble if F = I = W. Where they differ, V-Min waits more than V-Half: each
+    forward and backward starts as soon as its input arrives.
+
+    Source: as for `v_half`.
+    """
+    least_memory = (4, 2, 3)[num_ranks % 3]  # of the block for 3, 1 and 2 ranks; it is 2 more for each 3 more ranks
+    block_memory = least_memory + 2 * ((num_ranks - 1) // 3)
+    memory = max(block_memory, min(num_ranks, (2 * num_ranks + 8) // 3))
+    return _from_building_block("v_min", num_ranks, num_microbatches, memory)
+
+
+def _from_building_block(name: str, num_ranks: int, num_microbatches: int, memory: int) -> Schedule:
+    """Return the schedule of the building block that is best, for F = I = W, with up to 2P micro-batches.
+
+    memory: stage activations that a rank may hold.
+    """
+    for gaps, policy in _best_blocks(num_ranks, min(num_microbatches, 2 * num_ranks), memory):
+        schedule = _squeezed(name, num_ranks, num_microbatches, memory, gaps, policy)
+        with suppress(ScheduleError):  # ranks would wait for each other if sends block
+            validate(schedule)
+            return schedule
+    raise AssertionError("a building block that is only repeated is valid")
+
+
+@lru_cache
+def _best_blocks(num_ranks: int, num_microbatches: int, memory: int) -> list[tuple[Gaps, Policy | None]]:
+    """Return the building blocks in which a rank follows the one before it a tick later, best first.
+
+    Each is given by its gaps, with the policy to squeeze it; None to repeat it only. For many ranks, which take long,
+    only the first blocks that fit are tried.
+    """
+    most_tried = max(1, MOST_ACTIONS // (6 * num_ranks * num_microbatches))
+    all_gaps = product((1,), (1, 3, 5), (1, 3, 5))
+    fitting = (gaps for gaps in all_gaps
+               if repeat(building_block(num_ranks, gaps), num_ranks, num_microbatches, memory) is not None)
+    policies = (None, Policy(), Policy("F"))
+    blocks: list[tuple[Gaps, Policy | None]] = [*product(islice(fitting, most_tried), policies)]
+
+    def quality(block: tuple[Gaps, Policy | None]) -> tuple[float, int]:
+        timeline = simulate(_squeezed("", num_ranks, num_microbatches, memory, *block), EQUAL_COSTS)
+        return timeline.makespan, max(timeline.peak_activations)
+
+    return sorted(blocks, key=quality)
+
+
+def _squeezed(
+    name: str, num_ranks: int, num_microbatches: int, memory: int, gaps: Gaps, policy: Policy | None
+) -> Schedule:
+    """Return the schedule of a building block with these gaps, squeezed by `policy` if it is not None."""
+    empty = Schedule(name, num_ranks, 2 * num_ranks, num_microbatches, ((),) * num_ranks, v_placement(num_ranks))
+    orders = repeat(building_block(num_ranks, gaps), num_ranks, num_microbatches, memory)
+    assert orders is not None, "a block that fits for 2P micro-batches fits for more"
+    if policy is not None:
+        orders = squeeze(empty, orders, EQUAL_COSTS, memory, policy)
+    return replace(empty, ranks=tuple(map(number_microbatches, orders)))
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Build GPipe: all forwards, then all backwards, with one stage per rank. Source: arXiv:1811.06965."""
+    return _in_a_loop("gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build 1F1B, with one stage per rank. Source: PipeDream-flush, arXiv:2006.09503."""
-    return replace(interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank=1), name="1f1b")
+    return _in_a_loop("1f1b", num_ranks, num_microbatches, [*reversed(range(num_ranks))])
+
+
+def zb1p(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Build ZB-H1: 1F1B whose deferred weight gradients fill two thirds of the bubble, with the memory of 1F1B.
+
+    Rank r runs each weight gradient r backwards later. Source: section 2.2 of Qi et al., arXiv:2401.10241.
+    """
+    warmups = [*reversed(range(num_ranks))]
+    return _in_a_loop("zb1p", num_ranks, num_microbatches, warmups, weights_after=range(num_ranks))
+
+
+def zb2p(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Build ZB-H2: between a rank's first and last action there is no bubble if F = I = W. It holds 2P - 1 activations.
+
+    Rank r of P runs 2 (P - r - 1) forwards first, and each weight gradient 2r backwards later. All ranks end a step
+    staggered, as they start it. Source: section 2.3 of Qi et al., arXiv:2401.10241.
+    """
+    warmups = [2 * ranks_below for ranks_below in reversed(range(num_ranks))]
+    return _in_a_loop("zb2p", num_ranks, num_microbatches, warmups, weights_after=range(0, 2 * num_ranks, 2))
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
@@ -170,29 +243,88 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
 
     Source: Megatron-LM, arXiv:2104.04473.
     """
-    group_size = num_microbatches if num_ranks < num_microbatches < 2 * num_ranks else num_ranks
+    warmups = _interleaved_warmups(num_ranks, num_microbatches, stages_per_rank)
+    return _in_a_loop(
+        "interleaved_1f1b", num_ranks, num_microbatches, warmups, stages_per_rank=stages_per_rank,
+    )
+
+
+def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
+    """Build interleaved 1F1B whose deferred weight gradients fill part of the bubble, with the same memory.
+
+    Rank r runs each weight gradient r backwards later, as in `zb1p`. Source: torch's ScheduleInterleavedZeroBubble.
+    """
+    warmups = _interleaved_warmups(num_ranks, num_microbatches, stages_per_rank)
+    return _in_a_loop(
+        "interleaved_zb", num_ranks, num_microbatches, warmups, stages_per_rank=stages_per_rank,
+        weights_after=range(num_ranks),
+    )
+
+
+def _group_size(num_ranks: int, num_microbatches: int) -> int:
+    """Return the number of micro-batches that pass through all stages of a rank before the next ones."""
+    return num_microbatches if num_ranks < num_microbatches < 2 * num_ranks else num_ranks
+
+
+def _interleaved_warmups(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[int]:
+    """Return each rank's forwards before its first backward: as many as it has time for until a gradient arrives."""
+    if stages_per_rank == 1:
+        return [*reversed(range(num_ranks))]
+    first_stages = (stages_per_rank - 1) * _group_size(num_ranks, num_microbatches)
+    return [2 * ranks_below + first_stages for ranks_below in reversed(range(num_ranks))]
+
+
+def _in_a_loop(
+    name: str, num_ranks: int, num_microbatches: int, warmups: Sequence[int], *, stages_per_rank: int = 1,
+    weights_after: Sequence[int] | None = None,
+) -> Schedule:
+    """Return a schedule with stage s on rank s % P, in which forwards and backwards take turns after a warm-up.
+
+    Args:
+        name: name of the schedule.
+        num_ranks: number of ranks, P.
+        num_microbatches: number of micro-batches.
+        warmups: for each rank, the number of forwards before they take turns with backwards.
+        stages_per_rank: number of stages of a rank.
+        weights_after: for each rank, how many further backwards it runs between a backward and its weight gradients.
+            Default: backwards are not split.
+    """
+    group_size = _group_size(num_ranks, num_microbatches)
     visits = [  # index among the rank's stages, micro-batch
         (local_stage, group_start + i)
         for group_start in range(0, num_microbatches, group_size)
         for local_stage in range(stages_per_rank)
         for i in range(group_size)
     ]
+    kind: Kind = "B" if weights_after is None else "I"
     ranks = []
-    for rank in range(num_ranks):
+    for rank, warmup in enumerate(warmups):
         forwards = [Action("F", local_stage * num_ranks + rank, mb) for local_stage, mb in visits]
         backwards = [
-            Action("B", (stages_per_rank - 1 - local_stage) * num_ranks + rank, mb) for local_stage, mb in visits
+            Action(kind, (stages_per_rank - 1 - local_stage) * num_ranks + rank, mb) for local_stage, mb in visits
         ]
-        warmup = num_ranks - rank - 1
-        if stages_per_rank > 1:
-            warmup = 2 * warmup + (stages_per_rank - 1) * group_size
         actions = forwards[:warmup]
         for forward, backward in zip(forwards[warmup:], backwards):
             actions += [forward, backward]
         actions += backwards[max(0, len(forwards) - warmup) :]
+        if weights_after is not None:
+            actions = _with_weights(actions, weights_after[rank])
         ranks.append(first_microbatches([(action,) for action in actions], num_microbatches))
     placement = tuple(range(num_ranks)) * stages_per_rank
-    return Schedule("interleaved_1f1b", num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
+    return Schedule(name, num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
+
+
+def _with_weights(actions: Iterable[Action], num_later: int) -> list[Action]:
+    """Add the "W" of each "I" after the "I" that is `num_later` further, and the remaining ones at the end."""
+    with_weights: list[Action] = []
+    deferred = deque[Action]()
+    for action in actions:
+        with_weights.append(action)
+        if action.kind == "I":
+            deferred.append(replace(action, kind="W"))
+            if len(deferred) > num_later:
+                with_weights.append(deferred.popleft())
+    return [*with_weights, *deferred]
 
 
 KNOWN: dict[str, Callable[..., Schedule]] = {
@@ -200,8 +332,13 @@ KNOWN: dict[str, Callable[..., Schedule]] = {
     "dualpipev_full": dualpipev_full,
     "zbv": zbv,
     "v_half": v_half,
+    "v_min": v_min,
+    "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "zb1p": zb1p,
+    "zb2p": zb2p,
     "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zb": interleaved_zb,
 }
 
 
@@ -216,34 +353,41 @@ def _v_stages(rank: int, num_ranks: int) -> tuple[int, int]:
     return rank, 2 * num_ranks - 1 - rank
 
 
-def steps_from_pattern(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
-    """Return the steps of a pattern, with micro-batches in order.
-
-    On each stage, successive forwards are those of micro-batches 0, 1, 2 and so on, and so are successive backwards,
-    whether "B" or "I". A "W" belongs to the oldest "I" of its stage that has no "W" yet.
+def steps_from_pattern(pattern: Iterable[str], stages: Sequence[int]) -> tuple[Step, ...]:
+    """Return the steps of a pattern, with micro-batches in order (see `number_microbatches`).
 
     Args:
         pattern: names such as "F0", or "F1&B0" for a pair: a kind, and an index into `stages`.
         stages: the rank's stages.
     """
-    next_microbatch: Counter[tuple[bool, str]] = Counter()  # by (is a forward, index of the stage)
-    deferred: defaultdict[str, deque[int]] = defaultdict(deque)  # micro-batches of weight gradients
     names = list(pattern)
-    parsed = {name: [cast("tuple[Kind, str]", tuple(part)) for part in name.split("&")] for name in set(names)}
+    works = {name: tuple((cast("Kind", part[0]), stages[int(part[1:])]) for part in name.split("&"))
+             for name in set(names)}
+    return number_microbatches([works[name] for name in names])
+
+
+def number_microbatches(order: RankOrder) -> tuple[Step, ...]:
+    """Return the steps of a rank's order, with micro-batches.
+
+    On each stage, successive forwards are those of micro-batches 0, 1, 2 and so on, and so are successive backwards,
+    whether "B" or "I". A "W" belongs to the oldest "I" of its stage that has no "W" yet.
+    """
+    next_microbatch: Counter[tuple[bool, int]] = Counter()  # by (is a forward, stage)
+    deferred: defaultdict[int, deque[int]] = defaultdict(deque)  # micro-batches of weight gradients, by stage
     steps: list[Step] = []
-    for name in names:
+    for works in order:
         step = []
-        for kind, index in parsed[name]:
+        for kind, stage in works:
             if kind == "W":
-                microbatch = deferred[index].popleft()
+                microbatch = deferred[stage].popleft()
             else:
-                microbatch = next_microbatch[kind == "F", index]
-                next_microbatch[kind == "F", index] += 1
+                microbatch = next_microbatch[kind == "F", stage]
+                next_microbatch[kind == "F", stage] += 1
                 if kind == "I":
-                    deferred[index].append(microbatch)
-            step.append(Action(kind, stages[int(index)], microbatch))
+                    deferred[stage].append(microbatch)
+            step.append(Action(kind, stage, microbatch))
         steps.append(tuple(step))
-    return steps
+    return tuple(steps)
 
 
 def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:

@@ -193,9 +193,14 @@ class Timeline:
         return tuple(int(self._peak(rank, freed_by_weights)) for rank in range(len(self.spans)))
 
     @cached_property
+    def memory_by_rank(self) -> tuple[float, ...]:
+        """Peak memory of each rank, in stage activations; after an "I" the fraction `PENDING` of one is still held."""
+        return tuple(self._peak(rank, FREES) for rank in range(len(self.spans)))
+
+    @property
     def peak_memory(self) -> float:
-        """Peak memory of any rank, in stage activations; after an "I" the fraction `PENDING` of one is still held."""
-        return max((self._peak(rank, FREES) for rank in range(len(self.spans))), default=0.0)
+        """Peak memory of any rank, in stage activations, as `memory_by_rank` counts it."""
+        return max(self.memory_by_rank, default=0.0)
 
     def _peak(self, rank: int, frees: Mapping[str, float]) -> float:
         """Return the peak of held activations. All activations of a step are allocated, and freed, together."""

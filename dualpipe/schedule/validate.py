@@ -16,6 +16,7 @@ from dualpipe.schedule.messages import (
     Message,
     MessageStream,
     Result,
+    StepMessages,
     all_messages,
     message_input,
     outgoing_streams,
@@ -174,11 +175,12 @@ def _check_messages(schedule: Schedule) -> None:
         return True
 
     remaining = play(programs, try_move)
-    stuck = [
-        (rank, *_message_at(schedule, rank, len(programs[rank]) - len(rest)))
-        for rank, rest in enumerate(remaining) if rest
-    ]
-    if stuck:
+    if any(remaining):
+        messages = all_messages(schedule)
+        stuck = [
+            (rank, *_message_at(messages[rank], len(programs[rank]) - len(rest)))
+            for rank, rest in enumerate(remaining) if rest
+        ]
         waits = "; ".join(
             f"rank {rank} waits at step {index} to {'receive' if message.dst == rank else 'send'} the {message.route}"
             for rank, index, message in stuck
@@ -230,8 +232,7 @@ def _check_stream_order(schedule: Schedule, streams: dict[tuple[str, int], Messa
                     _refuse(schedule, rank, index, cause)
 
 
-def _message_at(schedule: Schedule, rank: int, position: int) -> tuple[int, Message]:
-    """Return the index of the step, and the message, at a position of the rank's receives and sends."""
-    steps = all_messages(schedule)[rank]
+def _message_at(steps: Sequence[StepMessages], position: int) -> tuple[int, Message]:
+    """Return the index of the step, and the message, at a position of the receives and sends of a rank's steps."""
     program = ((index, message) for index, step in enumerate(steps) for message in chain(*step))
     return next(islice(program, position, None))

@@ -20,6 +20,7 @@ from math import inf, log
 from random import Random
 from typing import NamedTuple
 
+from dualpipe.schedule.building_blocks import RankOrder, Work
 from dualpipe.schedule.messages import RECEIVE_AHEAD, MessageStream, play, required_input, result, sent_message
 from dualpipe.schedule.simulate import FREES, Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step
@@ -31,9 +32,7 @@ NOT_YET = -1.0  # time of a result that is not computed
 
 assert RECEIVE_AHEAD == 1, "`plays` allows one message in flight per stream"
 
-Work = tuple[Kind, int]  # kind and stage of an action
 Key = tuple[Kind, int, int]  # kind, stage and micro-batch of an action
-RankOrder = list[tuple[Work, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

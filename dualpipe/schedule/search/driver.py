@@ -1,8 +1,8 @@
 """Search for the best schedule for given costs and memory, which `build("auto", ...)` returns.
 
-The search starts from the known schedules that fit the memory, and from the schedule of `greedy`. It anneals the best
-of them in several chains and in rounds; after each round, the best chain replaces the worst. For many micro-batches, it
-orders only some of them and repeats a window of the steady state for the rest.
+The search starts from the known schedules and the building blocks that fit the memory (see `starts`). It anneals the
+best of them in several chains and in rounds; after each round, the best chain replaces the worst. For many
+micro-batches, it orders only some of them and repeats a window of the steady state for the rest.
 
 The result depends on the inputs and the seed alone: the effort limits the number of changes, not the time, and a chain
 does not depend on the process it runs in. The processes that anneal, one for each chain, end with the process that
@@ -30,8 +30,8 @@ from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.builders import KNOWN, check_size
 from dualpipe.schedule.search.anneal import COOLING, anneal
 from dualpipe.schedule.search.bound import lower_bounds
-from dualpipe.schedule.search.greedy import fill
 from dualpipe.schedule.search.repeat import WINDOW_SIZES, repeat_steady_state
+from dualpipe.schedule.search.starts import find_starts
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Action, Schedule, v_placement
 from dualpipe.schedule.validate import validate
@@ -39,14 +39,15 @@ from dualpipe.schedule.validate import validate
 # Known schedules with two stages per rank, which the search starts from.
 FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")
 # The effort of a search is the number of changes that it tries times the number of forwards and backwards in the order.
-EFFORT = 300_000_000  # of all chains and rounds together
+EFFORT = 30_000_000  # of all squeezes, chains and rounds together
 CHAINS = 4
 ROUNDS = 6
 MAX_CHANGES = 200  # of a chain in a round, per forward and backward in its order; more do not improve small orders
+SQUEEZE_CHANGES = 50  # changes that take as long as to squeeze an order once
 HEAT = 0.03  # first temperature, as a fraction of the mean cost of a forward or backward
 MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batches if there are more
 MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing
-VERSION = 1  # of the search; cached results of other versions are not used
+VERSION = 2  # of the search; cached results of other versions are not used
 
 WORKER_PROGRAM = "from dualpipe.schedule.search.driver import work; work()"
 
@@ -148,9 +149,9 @@ def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Prob
         known = _known(empty.num_ranks, num_searched, problem)
         empty = replace(empty, num_microbatches=num_searched)
     starts = [timeline.schedule for timeline in known]
-    greedy = fill(empty, problem.costs, problem.memory)
-    if greedy is not None:
-        starts.append(greedy)
+    num_runs = problem.effort // 2 // (SQUEEZE_CHANGES * _order_size(empty))
+    on_a_v = [schedule for schedule in starts if schedule.placement == empty.placement]
+    starts += find_starts(empty, on_a_v, problem.costs, problem.memory, num_runs)
     starts.sort(key=lambda schedule: simulate(schedule, problem.costs).makespan)
     for schedule in _anneal_in_rounds([*islice(cycle(starts), CHAINS)], problem):
         if num_searched == num_microbatches:
@@ -165,8 +166,8 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
     """Return the schedules of all chains after all rounds, best first."""
     num_stages = chains[0].num_stages
     num_microbatches = chains[0].num_microbatches
-    size = 2 * num_stages * num_microbatches  # forwards and backwards of an order
-    iterations = min(MAX_CHANGES * size, problem.effort // (CHAINS * ROUNDS * size))
+    size = _order_size(chains[0])
+    iterations = min(MAX_CHANGES * size, problem.effort // 2 // (CHAINS * ROUNDS * size))
     stage_costs = map(problem.costs.on, range(num_stages))
     heat = HEAT * sum(costs.F + costs.B for costs in stage_costs) / 2 / num_stages
     if not iterations or not heat:
@@ -192,6 +193,11 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
         if makespan <= bound * (1 + 1e-9):
             break
     return chains
+
+
+def _order_size(schedule: Schedule) -> int:
+    """Return the number of forwards and backwards of a schedule."""
+    return 2 * schedule.num_stages * schedule.num_microbatches
 
 
 def anneal_in_processes(jobs: Iterable[AnnealJob]) -> list[AnnealResult]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from dualpipe.schedule.search.anneal import OrderTimes, RankOrder, Timing, orders_of, plays, with_steps
+from dualpipe.schedule.building_blocks import RankOrder
+from dualpipe.schedule.search.anneal import OrderTimes, Timing, orders_of, plays, with_steps
 from dualpipe.schedule.simulate import Costs, simulate
 from dualpipe.schedule.types import Schedule
 
