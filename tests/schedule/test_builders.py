@@ -144,7 +144,7 @@ def test_no_bubble_in_the_steady_state(name):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 16])
 def test_v_half_and_v_min_hold_less_than_1f1b_and_take_less_time(num_ranks):
-    """1F1B holds P micro-batches of a stage that is as big as two of the V. V-Min takes as long as it for many ranks."""
+    """1F1B holds P micro-batches of a stage that is as big as two of the V."""
     size = num_ranks, 3 * num_ranks
     v_half, v_min, whole = (simulate(build(name, *size)) for name in ("v_half", "v_min", "1f1b"))
     assert v_half.peak_memory <= num_ranks + 2

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import cycle, islice, starmap
+from itertools import cycle, islice, starmap, zip_longest
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -37,7 +37,7 @@ from dualpipe.schedule.types import Action, Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
 # Known schedules with two stages per rank, which the search starts from.
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "v_min", "interleaved_1f1b", "interleaved_zb")
 # The effort of a search is the number of changes that it tries times the number of forwards and backwards in the order.
 EFFORT = 30_000_000  # of all squeezes, chains and rounds together
 CHAINS = 4
@@ -140,19 +140,21 @@ def _known(num_ranks: int, num_microbatches: int, problem: _Problem) -> Iterator
 def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Problem) -> Iterator[Schedule]:
     """Yield the result of each annealed chain, extended to the number of micro-batches of `empty`.
 
-    known: the known schedules that fit the memory. empty: a schedule without steps, with the placement.
+    known: the known schedules that fit the memory, best first. empty: a schedule without steps, with the placement.
     """
     num_microbatches = empty.num_microbatches
     num_searched = min(num_microbatches, max(MAX_SIZE // empty.num_ranks, 2 * empty.num_ranks + 2))
     num_searched += (num_microbatches - num_searched) % max(WINDOW_SIZES)  # the rest is a multiple of every window size
     if num_searched < num_microbatches:
-        known = _known(empty.num_ranks, num_searched, problem)
+        known = sorted(_known(empty.num_ranks, num_searched, problem), key=lambda timeline: timeline.makespan)
         empty = replace(empty, num_microbatches=num_searched)
-    starts = [timeline.schedule for timeline in known]
+    # Chains start from the best found and the best known schedules in turn: where one kind leads, the other may be
+    # better in the end.
+    known_schedules = [timeline.schedule for timeline in known]
+    on_a_v = [schedule for schedule in known_schedules if schedule.placement == empty.placement]
     num_runs = problem.effort // 2 // (SQUEEZE_CHANGES * _order_size(empty))
-    on_a_v = [schedule for schedule in starts if schedule.placement == empty.placement]
-    starts += find_starts(empty, on_a_v, problem.costs, problem.memory, num_runs)
-    starts.sort(key=lambda schedule: simulate(schedule, problem.costs).makespan)
+    found = find_starts(empty, on_a_v, problem.costs, problem.memory, num_runs)
+    starts = [schedule for pair in zip_longest(found, known_schedules) for schedule in pair if schedule is not None]
     for schedule in _anneal_in_rounds([*islice(cycle(starts), CHAINS)], problem):
         if num_searched == num_microbatches:
             yield schedule
