@@ -15,7 +15,7 @@ import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, validate
 from dualpipe.schedule.messages import StepMessages, all_messages
-from dualpipe.schedule.types import Kind, v_placement
+from dualpipe.schedule.types import Kind, Step, v_placement
 from schedules import SCHEDULES
 
 MISSING = "{} is not installed; make test installs it, or pip install --no-deps -r tests/schedule-requirements.txt"
@@ -139,6 +139,10 @@ def schedule_of_nodes(rows: list[list[Any]], num_ranks: int, num_microbatches: i
     return Schedule("v", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
 
 
+def steps_without_weights(schedule: Schedule) -> list[list[Step]]:
+    return [[step for step in steps if step[0].kind != "W"] for steps in schedule.ranks]
+
+
 @pytest.mark.parametrize("costs", [
     Costs(), Costs(F=2, B=4, W=2, p2p=1), Costs(F=10, B=20, W=8, p2p=1), Costs(F=7, B=27, W=20),
     Costs(F=100, B=200, W=70, p2p=5),
@@ -157,5 +161,7 @@ def test_v_schedules_of_colossalai_take_the_time_that_it_says(pipeline_graph, nu
         assert times == [[(node.start_time, node.completion_time) for node in nodes] for nodes in rows]
         assert timeline.peak_memory <= 2 * num_ranks, "its default limit, the memory of ZB-V"
         if costs == Costs() and num_microbatches >= 2 * num_ranks - 1:
-            # With F = I = W, ZB-V has no bubble in its steady state, and the search finds nothing shorter.
-            assert timeline.makespan == simulate(build("zbv", num_ranks, num_microbatches)).makespan
+            # With F = I = W, for which ZB-V is made, the search finds ZB-V up to where its weight gradients are.
+            ours = build("zbv", num_ranks, num_microbatches)
+            assert steps_without_weights(ours) == steps_without_weights(theirs)
+            assert simulate(ours).makespan == timeline.makespan
