@@ -38,7 +38,7 @@ $(READY)-test $(READY)-lint $(READY)-docs: $(READY)-%: $(READY)
 	$(call SETUP,$*)
 	touch $@
 
-$(READY)-test: tests/s3-requirements.txt
+$(READY)-test: tests/s3-requirements.txt tests/schedule-requirements.txt
 
 train: $(READY)
 	$(BIN)/dualpipe train examples/tiny-cpu.toml

@@ -161,23 +161,28 @@ esac
 @pytest.mark.parametrize("extra, wheels, is_installed", [
     ("test", "", True), ("lint", "", False), ("test", "some", False),
 ])
-def test_the_packages_for_s3_leave_those_of_the_environment(tmp_path, extra, wheels, is_installed):
+def test_packages_without_their_dependencies_leave_those_of_the_environment(tmp_path, extra, wheels, is_installed):
     """Nothing that they ask for is resolved, and a failure does not stop the set-up."""
     (tmp_path / "bin").mkdir()
     pip = tmp_path / "bin" / "pip"
     pip.write_text("""#!/bin/sh
 echo "$@"
-case "$*" in *s3-requirements*) exit 1 ;; esac
+case "$*" in *--no-deps*) exit 1 ;; esac
 """)
     pip.chmod(0o755)
     environment = {**os.environ, "PYTHON": "none", "TORCH": "", "EXTRA": extra, "WHEELS": wheels, "VENV": str(tmp_path)}
     done = subprocess.run(["bash", "setup.sh"], cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
-    assert ("install --no-deps --no-compile -r tests/s3-requirements.txt" in done.stdout) == is_installed
-    assert ("the tests of S3 will be skipped" in done.stderr) == is_installed
-    lines = (ROOT / "tests/s3-requirements.txt").read_text().splitlines()
-    names = {line.partition("==")[0] for line in lines if not line.startswith("#")}
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    assert {"s3fs", "moto", "botocore"} <= names and not names & pinned
+    for file, packages in (
+        ("tests/s3-requirements.txt", {"s3fs", "moto", "botocore"}),
+        ("tests/schedule-requirements.txt", {"megatron-core", "colossalai"}),
+    ):
+        assert (f"install --no-deps --no-compile -r {file}" in done.stdout) == is_installed
+        lines = (ROOT / file).read_text().splitlines()
+        names = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+        assert packages <= names and not names & pinned
+    assert ("the tests of S3 will be skipped" in done.stderr) == is_installed
+    assert ("the tests against them will be skipped" in done.stderr) == is_installed
 
 
 def test_each_mark_of_slow_tests_is_run_by_a_target():

@@ -47,6 +47,23 @@ def test_1f1b_by_hand():
     assert rank_order(schedule, 2) == "2F0 2B0 2F1 2B1 2F2 2B2"
 
 
+@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 2), (4, 4), (4, 10), (8, 24)])
+def test_1f1b_is_the_order_of_torch(num_ranks, num_microbatches):
+    from torch.distributed.pipelining.schedules import Schedule1F1B
+
+    ours = build("1f1b", num_ranks, num_microbatches)
+    theirs = object.__new__(Schedule1F1B)
+    theirs._num_stages, theirs._n_microbatches = num_ranks, num_microbatches
+    orders = theirs._get_pipeline_order()
+    for rank in range(num_ranks):
+        actions = [action for action in orders[rank] if action is not None and action.is_compute_op]
+        if rank < num_ranks - 1:
+            assert rank_order(ours, rank) == " ".join(map(str, actions))
+        else:  # torch 2.13 counts the forwards of the last rank from 1, in this list and not where it runs them
+            kinds = [action.kind for (action,) in ours.ranks[rank]]
+            assert kinds == [action.computation_type.value for action in actions]
+
+
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 2), (4, 8), (4, 16), (8, 24), (2, 3), (4, 5), (8, 15)])
 def test_interleaved_1f1b_is_the_order_of_torch_where_torch_has_one(num_ranks, num_microbatches):
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
