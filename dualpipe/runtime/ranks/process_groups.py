@@ -1,18 +1,18 @@
 """Process groups: backends, timeouts, and creation by the members alone.
 
-gloo connects every rank of a group with every other when the group is made, or, with TORCH_GLOO_LAZY_INIT=1, two ranks
-at their first message. For the latter, a group in which ranks run collectives alone starts with a barrier. In it, each
-rank exchanges messages with the ranks at distances of 1, 2, 4, ... in both directions; these connections are all that
-gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch 2.13). So nothing is connected later: gloo does
-not notice the end of a rank that it is still connecting to. It is not the default, since in one of thousands of groups
-two ranks that were there waited for their connection until the timeout.
+gloo connects every rank of a group with every other when the group is made: with thousands of ranks, that is thousands
+of sockets in each process. A group in which ranks run collectives alone connects two ranks at their first message
+instead, and then runs a barrier. In it, each rank exchanges messages with the ranks at distances of 1, 2, 4, ... in
+both directions; these connections are all that gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch
+2.13). So nothing is connected later: gloo does not notice the end of a rank that it is still connecting to, and waits
+for five times the timeout. TORCH_GLOO_LAZY_INIT=0 makes gloo connect all ranks of these groups, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from dualpipe.runtime.recorder import Recorder
 _COLLECTIVES = (SHARDS, TOTALS)  # uses of groups in which ranks run collectives alone
 _GLOO_THREAD = "gloo_tcp_loop"  # name of the thread that receives, and sends what the socket did not take at once
 _call_numbers = [0]  # of the latest call of `create_groups` in this process: none may come again
-_SPARSE = "dualpipe: connected for collectives"  # torch's description of such a group
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's variable: 1 to connect two ranks of a gloo group at their first message
+_SPARSE = "dualpipe: connected for collectives"  # torch's description of a group after `connect_neighbours`
 
 
 def is_first_rank() -> bool:
@@ -48,22 +49,34 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+@contextmanager
+def connecting_lazily() -> Iterator[None]:
+    """Make gloo groups in a `with` block that connect two ranks at their first message; see `connect_neighbours`.
+
+    A value that the user has set in TORCH_GLOO_LAZY_INIT stays.
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"  # torch reads it whenever it makes a group
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+
+
 def connect_neighbours(group: ProcessGroup) -> None:
     """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks.
 
     Does nothing where gloo has connected all ranks when the group was made.
     """
-    if not _connects_lazily():
+    if os.environ.get(_LAZY) == "0":
         return
     recorder = Recorder.current()
     gloo: Any = group._get_backend(torch.device("cpu"))
     with recorder.collective("meet", "all ranks", recorder.members(group)):
         gloo.barrier().wait()
-
-
-def _connects_lazily() -> bool:
-    """Return True if gloo connects two ranks at their first message."""
-    return os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+    group._set_group_desc(_SPARSE)
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
@@ -72,7 +85,7 @@ def connected_ranks(group: ProcessGroup) -> list[int]:
     size = group.size()
     distances = [2**power for power in range((size - 1).bit_length())]
     neighbours = [(rank + sign * distance) % size for distance in distances for sign in (1, -1)]
-    others = [] if _connects_lazily() and group.group_desc == _SPARSE else range(size)
+    others = [] if group.group_desc == _SPARSE else range(size)
     return [peer for peer in dict.fromkeys([*neighbours, *others]) if peer != rank]
 
 
@@ -137,18 +150,17 @@ def create_groups(
     groups = []
     try:
         for ranks, traffic in (*dummies, *requests):
-            is_sparse = traffic in _COLLECTIVES
-            groups.append(dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
-                pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
-                group_desc=_SPARSE if is_sparse else None,
-            ))
+            with connecting_lazily() if traffic in _COLLECTIVES else nullcontext():
+                groups.append(dist.new_group(
+                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
+                    pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
+                ))
     finally:
         world.bound_device_id = bound_device
         pg_map[world] = (backend_of_world, store)
     groups = groups[len(dummies):]
-    for group in groups:
-        if group.group_desc == _SPARSE and "gloo" in backends(group).values():
+    for group, (_, traffic) in zip(groups, requests):
+        if traffic in _COLLECTIVES and "gloo" in backends(group).values():
             connect_neighbours(group)
     let_gloo_wait_its_turn()
     return groups

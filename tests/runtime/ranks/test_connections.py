@@ -92,7 +92,6 @@ def step(pipeline, criterion=torch.sum):
 
 def train(rank, size, port):
     """Run steps and all kinds of agreements; return what the rank has opened until its first step."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     with joined(rank, size, port) as (job, store, pipeline):
         opened = Opened(num_sockets(), store.operations)
         step(pipeline)
