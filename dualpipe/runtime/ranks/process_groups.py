@@ -5,7 +5,8 @@ of sockets in each process. A group in which ranks run collectives alone connect
 instead, and then runs a barrier. In it, each rank exchanges messages with the ranks at distances of 1, 2, 4, ... in
 both directions; these connections are all that gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch
 2.13). So nothing is connected later: gloo does not notice the end of a rank that it is still connecting to, and waits
-for five times the timeout. TORCH_GLOO_LAZY_INIT=0 makes gloo connect all ranks of these groups, too.
+for it until five times the timeout have passed (pytorch/gloo#520), as it does where it connects all ranks.
+TORCH_GLOO_LAZY_INIT=0 makes it connect all ranks of these groups, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _GLOO_THREAD = "gloo_tcp_loop"  # name of the thread that receives, and sends wh
 _call_numbers = [0]  # of the latest call of `create_groups` in this process: none may come again
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's variable: 1 to connect two ranks of a gloo group at their first message
 _SPARSE = "dualpipe: connected for collectives"  # torch's description of a group after `connect_neighbours`
+_FULL = "dualpipe: all connected"  # and after `connect_all`
 
 
 def is_first_rank() -> bool:
@@ -75,8 +77,19 @@ def connect_neighbours(group: ProcessGroup) -> None:
     recorder = Recorder.current()
     gloo: Any = group._get_backend(torch.device("cpu"))
     with recorder.collective("meet", "all ranks", recorder.members(group)):
-        gloo.barrier().wait()
+        gloo.barrier().wait(timeout_of(group))  # without it, five times as long: see above
     group._set_group_desc(_SPARSE)
+
+
+def connect_all(group: ProcessGroup, device: torch.device) -> None:
+    """Connect all ranks of a group with each other, by an all-to-all. Collective.
+
+    gloo may have connected each rank with its neighbours alone; NCCL connects two ranks at their first all-to-all.
+    """
+    rows = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
+    if group.group_desc == _SPARSE:
+        group._set_group_desc(_FULL)
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
