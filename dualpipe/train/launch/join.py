@@ -132,7 +132,7 @@ def prepare_device(
     confine(info, layout.interface)
     device = choose_device(info, layout.device, store)
     settings["kind of device"] = device.type
-    settings["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "")  # gloo fails where ranks differ
+    settings["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "")  # where it differs, gloo crashes
     return device
 
 

@@ -17,15 +17,17 @@ from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.runtime.errors import PipelineError, RankLost
-from dualpipe.runtime.nccl import LINK, TOTALS
+from dualpipe.runtime.nccl import LINK, SHARDS, TOTALS
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.runtime.ranks.process_groups import create_groups
+from dualpipe.runtime.ranks import process_groups
+from dualpipe.runtime.ranks.process_groups import connect_all, connecting_lazily, create_groups
 from dualpipe.train.config.schema import ParallelConfig
 from dualpipe.train.launch import join
 from ports import free_ports
 from ranks import run_ranks
 
 WAIT = 60.0  # seconds
+SHORT_WAIT = 3.0
 CULPRIT = 5
 GROWING_GROUPS = 3  # of all ranks, along "dp", and of those with the same stages; pipelines have two ranks
 
@@ -170,6 +172,44 @@ def test_a_rank_that_fails_before_its_first_messages_ends_all(moment):
         assert len(errors) == len(results), results
         says = "TypeError" if moment == "raise" else "which has left"
         assert any(f"rank {CULPRIT} (pp 1, dp 1)" in text and says in text for text in errors), results
+
+
+def leave(rank, size, moment):
+    """Leave on the culprit while ranks connect, or before an all-to-all; return the seconds until an error."""
+    timeout = timedelta(seconds=SHORT_WAIT)
+    if rank == CULPRIT and moment == "connecting":
+        process_groups.connect_neighbours = lambda group: os._exit(3)
+    began = time.monotonic()
+    with suppress(RuntimeError):
+        [group] = create_groups([(range(size), SHARDS)], parent=dist.group.WORLD, timeout=timeout, backend="gloo")
+        connect_all(group, torch.device("cpu"))
+        dist.barrier()
+        if rank == CULPRIT:
+            os._exit(3)
+        began = time.monotonic()
+        rows = torch.zeros(size)
+        dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
+        return None
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("moment", [pytest.param("connecting", marks=pytest.mark.slow), "all-to-all"])
+def test_gloo_does_not_wait_several_timeouts_for_a_rank_that_has_left(moment):
+    """By itself it waits five times as long for a rank to which it is still connecting."""
+    results = run_ranks(leave, 8, 8, moment, fresh=True, check=False)
+    assert isinstance(results.pop(CULPRIT), ChildProcessError)
+    assert all(seconds is not None and seconds < 3 * SHORT_WAIT for seconds in results), results
+
+
+def test_a_value_of_the_user_stays(monkeypatch):
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    with connecting_lazily():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    with connecting_lazily():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
 def policies(rank):
