@@ -365,7 +365,7 @@ def _is_backend_error(error: BaseException) -> bool:
     """Return True for an error of the communication backend.
 
     torch.distributed's errors have names such as DistBackendError; gloo raises plain RuntimeErrors, which name a place
-    in its source, and so does a wait that was given a timeout, with another text.
+    in its source; a wait with a timeout of its own raises a plain "Operation timed out!".
     """
     if type(error) is RuntimeError:
         return "gloo" in str(error) or str(error).startswith("Operation timed out")

@@ -12,6 +12,7 @@ TORCH_GLOO_LAZY_INIT=0 makes it connect all ranks of these groups, too.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -57,7 +58,7 @@ def connecting_lazily() -> Iterator[None]:
 
     A value that the user has set in TORCH_GLOO_LAZY_INIT stays.
     """
-    if _LAZY in os.environ:
+    if _LAZY in os.environ or not _connects_lazily():
         yield
         return
     os.environ[_LAZY] = "1"  # torch reads it whenever it makes a group
@@ -67,12 +68,21 @@ def connecting_lazily() -> Iterator[None]:
         del os.environ[_LAZY]
 
 
+def _connects_lazily() -> bool:
+    """Return True if gloo connects two ranks of groups for collectives at their first message.
+
+    Of gloo's transports, plain TCP alone can: not libuv, which macOS and Windows have, nor TLS.
+    """
+    is_tcp = sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ
+    return os.environ.get(_LAZY, "1" if is_tcp else "0") != "0"
+
+
 def connect_neighbours(group: ProcessGroup) -> None:
     """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks.
 
     Does nothing where gloo has connected all ranks when the group was made.
     """
-    if os.environ.get(_LAZY) == "0":
+    if not _connects_lazily():
         return
     recorder = Recorder.current()
     gloo: Any = group._get_backend(torch.device("cpu"))

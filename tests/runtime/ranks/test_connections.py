@@ -212,6 +212,15 @@ def test_a_value_of_the_user_stays(monkeypatch):
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
+@pytest.mark.parametrize("transport", ["TCP_TLS", "UV"])
+def test_gloo_connects_all_ranks_where_its_transport_can_do_nothing_else(monkeypatch, transport):
+    """torch refuses to make such a group."""
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", transport)
+    with connecting_lazily():
+        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
 def policies(rank):
     """Return the scheduling policies of this process's threads by name, once it has a pipeline of two ranks."""
     Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], schedule="dualpipev")
