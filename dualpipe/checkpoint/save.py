@@ -168,7 +168,7 @@ class Checkpoints:
         self._group = None
         if self._layout["world"] > 1:
             world: Any = dist.group.WORLD
-            request = (range(self._layout["world"]), TOTALS)
+            request = (range(world.size()), TOTALS)
             self._group = create_groups([request], parent=world, timeout=timeout, backend="gloo")[0]
         self._ranks = RankSync.of_mesh(mesh, self._group)
         self._write_plan = _WritePlan({}, [], {})
