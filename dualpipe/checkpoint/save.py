@@ -41,7 +41,8 @@ from dualpipe.parallel.mesh import TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import RankLost, raise_for
 from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
-from dualpipe.runtime.ranks.process_groups import connect_neighbours
+from dualpipe.runtime.nccl import TOTALS
+from dualpipe.runtime.ranks.process_groups import create_groups
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import (
@@ -164,9 +165,11 @@ class Checkpoints:
         has_pp = mesh is None or "pp" in (mesh.mesh_dim_names or ())
         self._stages = Mesh.of(mesh).rank("pp") if has_pp else dist.get_rank()
         # Background saves communicate during training, so they need a separate group; gloo, as they send no tensors.
-        self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
-        if self._group is not None:
-            connect_neighbours(self._group)
+        self._group = None
+        if self._layout["world"] > 1:
+            world: Any = dist.group.WORLD
+            request = (range(world.size()), TOTALS)
+            self._group = create_groups([request], parent=world, timeout=timeout, backend="gloo")[0]
         self._ranks = RankSync.of_mesh(mesh, self._group)
         self._write_plan = _WritePlan({}, [], {})
         self._memory = HostMemory(is_shared=kind == "process")

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.runtime.device import single_queue_problem
 from dualpipe.runtime.nccl import CONTEXT, LINK, SHARDS
 from dualpipe.runtime.nccl import EXPERTS as EXPERT_ROWS
-from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
+from dualpipe.runtime.ranks.process_groups import backends, connect_all, create_groups, timeout_of
 from dualpipe.runtime.recorder import Recorder
 
 TRAFFIC = {"pp": LINK, "dp": SHARDS, "cp": CONTEXT, "ep": EXPERT_ROWS}  # NCCL settings of each dimension's groups
@@ -284,9 +284,8 @@ def _connect(
         if group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     for name in ("cp", "ep"):
-        if sizes.get(name, 1) > 1:  # NCCL connects pairs of ranks on their first all-to-all
-            rows = torch.zeros(sizes[name], device=device)
-            dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group(name))
+        if sizes.get(name, 1) > 1:
+            connect_all(device_mesh.get_group(name), device)
 
 
 def check_replicate(dp: int, dp_replicate: int, name: str = "dp_replicate") -> None:

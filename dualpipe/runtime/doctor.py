@@ -32,9 +32,9 @@ OPTIONAL = {  # name of a package: consequence where it is missing
 OLDEST_TORCH = (2, 11)
 OLDEST_CUDA_MAJOR = 8  # compute capability
 # Most open files of rank 0, which serves the store: of each rank the connection, its watchdog's, and one for causes
-# of failures; gloo's in the groups of all ranks, of checkpoints, along "dp", and of a stage; and those of an idle
-# process with its libraries.
-FILES_PER_RANK = 7
+# of failures; gloo's in the two groups whose ranks are all connected, of experts and, with Muon, of a stage; and those
+# of an idle process with its libraries.
+FILES_PER_RANK = 5
 OWN_FILES = 256
 MANY_RANKS = 500  # a limit that ends a smaller job is reported as missing
 

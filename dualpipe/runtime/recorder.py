@@ -365,10 +365,10 @@ def _is_backend_error(error: BaseException) -> bool:
     """Return True for an error of the communication backend.
 
     torch.distributed's errors have names such as DistBackendError; gloo raises plain RuntimeErrors, which name a place
-    in its source.
+    in its source; a wait with a timeout of its own raises a plain "Operation timed out!".
     """
     if type(error) is RuntimeError:
-        return "gloo" in str(error)
+        return "gloo" in str(error) or str(error).startswith("Operation timed out")
     return isinstance(error, RuntimeError) and type(error).__name__.startswith("Dist")
 
 

@@ -111,8 +111,8 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "state", "text"), [
-    (4096, "ok", "up to 4,096, enough for jobs of 548 ranks"),
-    (1024, "missing", "up to 1,024, enough for jobs of 109 ranks; for larger ones raise the hard limit"),
+    (4096, "ok", "up to 4,096, enough for jobs of 768 ranks"),
+    (1024, "missing", "up to 1,024, enough for jobs of 153 ranks; for larger ones raise the hard limit"),
 ])
 def test_the_limit_of_open_files_is_given_in_ranks(monkeypatch, capsys, limit, state, text):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, limit))

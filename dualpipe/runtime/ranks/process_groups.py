@@ -1,18 +1,20 @@
 """Process groups: backends, timeouts, and creation by the members alone.
 
-gloo connects every rank of a group with every other when the group is made, or, with TORCH_GLOO_LAZY_INIT=1, two ranks
-at their first message. For the latter, a group in which ranks run collectives alone starts with a barrier. In it, each
-rank exchanges messages with the ranks at distances of 1, 2, 4, ... in both directions; these connections are all that
-gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch 2.13). So nothing is connected later: gloo does
-not notice the end of a rank that it is still connecting to. It is not the default, since in one of thousands of groups
-two ranks that were there waited for their connection until the timeout.
+gloo connects every rank of a group with every other when the group is made: with thousands of ranks, that is thousands
+of sockets in each process. A group in which ranks run collectives alone connects two ranks at their first message
+instead, and then runs a barrier. In it, each rank exchanges messages with the ranks at distances of 1, 2, 4, ... in
+both directions; these connections are all that gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch
+2.13). So nothing is connected later: gloo does not notice the end of a rank that it is still connecting to, and waits
+for it until five times the timeout have passed (pytorch/gloo#520), as it does where it connects all ranks.
+TORCH_GLOO_LAZY_INIT=0 makes it connect all ranks of these groups, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ from dualpipe.runtime.recorder import Recorder
 _COLLECTIVES = (SHARDS, TOTALS)  # uses of groups in which ranks run collectives alone
 _GLOO_THREAD = "gloo_tcp_loop"  # name of the thread that receives, and sends what the socket did not take at once
 _call_numbers = [0]  # of the latest call of `create_groups` in this process: none may come again
-_SPARSE = "dualpipe: connected for collectives"  # torch's description of such a group
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's variable: 1 to connect two ranks of a gloo group at their first message
+_SPARSE = "dualpipe: connected for collectives"  # torch's description of a group after `connect_neighbours`
+_FULL = "dualpipe: all connected"  # and after `connect_all`
 
 
 def is_first_rank() -> bool:
@@ -48,6 +52,31 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+@contextmanager
+def connecting_lazily() -> Iterator[None]:
+    """Make gloo groups in a `with` block that connect two ranks at their first message; see `connect_neighbours`.
+
+    A value that the user has set in TORCH_GLOO_LAZY_INIT stays.
+    """
+    if _LAZY in os.environ or not _connects_lazily():
+        yield
+        return
+    os.environ[_LAZY] = "1"  # torch reads it whenever it makes a group
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+
+
+def _connects_lazily() -> bool:
+    """Return True if gloo connects two ranks of groups for collectives at their first message.
+
+    Of gloo's transports, plain TCP alone can: not libuv, which macOS and Windows have, nor TLS.
+    """
+    is_tcp = sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ
+    return os.environ.get(_LAZY, "1" if is_tcp else "0") != "0"
+
+
 def connect_neighbours(group: ProcessGroup) -> None:
     """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks.
 
@@ -58,12 +87,19 @@ def connect_neighbours(group: ProcessGroup) -> None:
     recorder = Recorder.current()
     gloo: Any = group._get_backend(torch.device("cpu"))
     with recorder.collective("meet", "all ranks", recorder.members(group)):
-        gloo.barrier().wait()
+        gloo.barrier().wait(timeout_of(group))  # without it, five times as long: see above
+    group._set_group_desc(_SPARSE)
 
 
-def _connects_lazily() -> bool:
-    """Return True if gloo connects two ranks at their first message."""
-    return os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+def connect_all(group: ProcessGroup, device: torch.device) -> None:
+    """Connect all ranks of a group with each other, by an all-to-all. Collective.
+
+    gloo may have connected each rank with its neighbours alone; NCCL connects two ranks at their first all-to-all.
+    """
+    rows = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
+    if group.group_desc == _SPARSE:
+        group._set_group_desc(_FULL)
 
 
 def connected_ranks(group: ProcessGroup) -> list[int]:
@@ -72,7 +108,7 @@ def connected_ranks(group: ProcessGroup) -> list[int]:
     size = group.size()
     distances = [2**power for power in range((size - 1).bit_length())]
     neighbours = [(rank + sign * distance) % size for distance in distances for sign in (1, -1)]
-    others = [] if _connects_lazily() and group.group_desc == _SPARSE else range(size)
+    others = [] if group.group_desc == _SPARSE else range(size)
     return [peer for peer in dict.fromkeys([*neighbours, *others]) if peer != rank]
 
 
@@ -137,18 +173,17 @@ def create_groups(
     groups = []
     try:
         for ranks, traffic in (*dummies, *requests):
-            is_sparse = traffic in _COLLECTIVES
-            groups.append(dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
-                pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
-                group_desc=_SPARSE if is_sparse else None,
-            ))
+            with connecting_lazily() if traffic in _COLLECTIVES else nullcontext():
+                groups.append(dist.new_group(
+                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
+                    pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
+                ))
     finally:
         world.bound_device_id = bound_device
         pg_map[world] = (backend_of_world, store)
     groups = groups[len(dummies):]
-    for group in groups:
-        if group.group_desc == _SPARSE and "gloo" in backends(group).values():
+    for group, (_, traffic) in zip(groups, requests):
+        if traffic in _COLLECTIVES and "gloo" in backends(group).values():
             connect_neighbours(group)
     let_gloo_wait_its_turn()
     return groups

@@ -38,7 +38,7 @@ from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.nccl import TOTALS, nccl_options
 from dualpipe.runtime.rank_process import LISTENER, RankInfo, allow_open_files, restart_count
 from dualpipe.runtime.ranks.objects import StoreObjects
-from dualpipe.runtime.ranks.process_groups import connect_neighbours
+from dualpipe.runtime.ranks.process_groups import connect_neighbours, connecting_lazily
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.fit import Resolved, resolve
@@ -132,6 +132,7 @@ def prepare_device(
     confine(info, layout.interface)
     device = choose_device(info, layout.device, store)
     settings["kind of device"] = device.type
+    settings["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "")  # where it differs, gloo crashes
     return device
 
 
@@ -149,10 +150,11 @@ def process_groups(
         return
     timeout = timedelta(seconds=layout.timeout)
     on_cuda = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
-        timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
-    )
+    with connecting_lazily():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
+            timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
+        )
     world = dist.group.WORLD
     assert world is not None, "init_process_group has just made it"
     # Wait for all ranks: if one failed before the others connect, torch would log a broken store on them.

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe.nn.accumulators import local
+from dualpipe.runtime.ranks.process_groups import connect_all
 from dualpipe.runtime.recorder import Recorder
 
 Coefficients = Literal["jordan", "polar_express"]
@@ -117,7 +118,7 @@ _Round = list[_MatrixBatch]  # by the rank that orthogonalizes them; the last ra
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices and stacks of matrices.
+    """Muon over matrices and stacks of matrices. Collective over the ranks that share matrices.
 
     A parameter may be a DTensor that is sharded through its matrices over one dimension of the mesh, and between
     matrices over others. The state of a parameter is "momentum_buffer", sharded like the parameter.
@@ -147,6 +148,8 @@ class Muon(torch.optim.Optimizer):
             self.state[parameter][MOMENTUM] = torch.zeros_like(parameter, dtype=moments, requires_grad=False)
         self._device = next(iter(self._group_of)).device
         self._unsharded, self._rounds = _plan_rounds(list(self._group_of))
+        for group in self._rounds:  # before the first step, in which a rank could wait for one that has ended
+            connect_all(group, self._device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

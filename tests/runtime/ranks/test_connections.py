@@ -1,4 +1,4 @@
-"""Sockets and store operations of ranks: steps add none, and with TORCH_GLOO_LAZY_INIT few more come with each rank."""
+"""Sockets and store operations of ranks: they grow with the logarithm of the number of ranks, and steps add none."""
 
 import os
 import time
@@ -17,15 +17,17 @@ from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.runtime.errors import PipelineError, RankLost
-from dualpipe.runtime.nccl import LINK, TOTALS
+from dualpipe.runtime.nccl import LINK, SHARDS, TOTALS
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.runtime.ranks.process_groups import create_groups
+from dualpipe.runtime.ranks import process_groups
+from dualpipe.runtime.ranks.process_groups import connect_all, connecting_lazily, create_groups
 from dualpipe.train.config.schema import ParallelConfig
 from dualpipe.train.launch import join
 from ports import free_ports
 from ranks import run_ranks
 
 WAIT = 60.0  # seconds
+SHORT_WAIT = 3.0
 CULPRIT = 5
 GROWING_GROUPS = 3  # of all ranks, along "dp", and of those with the same stages; pipelines have two ranks
 
@@ -68,6 +70,9 @@ class Opened(NamedTuple):
     operations: int
 
 
+MOST_OPENED = {2: Opened(8, 13), 4: Opened(14, 25), 8: Opened(18, 33), 32: Opened(30, 57)}  # by ranks; not on rank 0
+
+
 @contextmanager
 def joined(rank, size, port):
     """Join `size / 2` pipelines of two ranks, like a rank of `dualpipe train`; yield the job, its store, a pipeline."""
@@ -92,16 +97,16 @@ def step(pipeline, criterion=torch.sum):
 
 def train(rank, size, port):
     """Run steps and all kinds of agreements; return what the rank has opened until its first step."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    inherited = num_sockets()
     with joined(rank, size, port) as (job, store, pipeline):
-        opened = Opened(num_sockets(), store.operations)
+        opened = Opened(num_sockets() - inherited, store.operations)
         step(pipeline)
         step(pipeline)
         assert job.ranks.collect(rank) == (list(range(size)) if rank == 0 else None)
         assert job.ranks.scatter(list(range(size)) if rank == 0 else None) == rank
         assert job.ranks.gather(lambda: rank) == list(range(size))
         assert job.ranks.first(lambda: rank) == 0
-        assert Opened(num_sockets(), store.operations) == opened
+        assert Opened(num_sockets() - inherited, store.operations) == opened
         dist.barrier()
     return tuple(opened)
 
@@ -120,6 +125,8 @@ def test_each_doubling_of_the_ranks_adds_two_connections_to_a_group(sizes):
             assert after.sockets - before.sockets <= most, opened
             assert after.operations - before.operations <= 2 * most, opened  # gloo waits for an address, and gets it
     for size, (first, *others) in opened.items():  # rank 0 serves the store
+        assert max(other.sockets for other in others) <= MOST_OPENED[size].sockets, opened
+        assert max(other.operations for other in others) <= MOST_OPENED[size].operations, opened
         assert first.sockets <= max(other.sockets for other in others) + size + 2, opened
         assert first.operations <= max(other.operations for other in others), opened
 
@@ -165,6 +172,53 @@ def test_a_rank_that_fails_before_its_first_messages_ends_all(moment):
         assert len(errors) == len(results), results
         says = "TypeError" if moment == "raise" else "which has left"
         assert any(f"rank {CULPRIT} (pp 1, dp 1)" in text and says in text for text in errors), results
+
+
+def leave(rank, size, moment):
+    """Leave on the culprit while ranks connect, or before an all-to-all; return the seconds until an error."""
+    timeout = timedelta(seconds=SHORT_WAIT)
+    if rank == CULPRIT and moment == "connecting":
+        process_groups.connect_neighbours = lambda group: os._exit(3)
+    began = time.monotonic()
+    with suppress(RuntimeError):
+        [group] = create_groups([(range(size), SHARDS)], parent=dist.group.WORLD, timeout=timeout, backend="gloo")
+        connect_all(group, torch.device("cpu"))
+        dist.barrier()
+        if rank == CULPRIT:
+            os._exit(3)
+        began = time.monotonic()
+        rows = torch.zeros(size)
+        dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
+        return None
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("moment", [pytest.param("connecting", marks=pytest.mark.slow), "all-to-all"])
+def test_gloo_does_not_wait_several_timeouts_for_a_rank_that_has_left(moment):
+    """By itself it waits five times as long for a rank to which it is still connecting."""
+    results = run_ranks(leave, 8, 8, moment, fresh=True, check=False)
+    assert isinstance(results.pop(CULPRIT), ChildProcessError)
+    assert all(seconds is not None and seconds < 3 * SHORT_WAIT for seconds in results), results
+
+
+def test_a_value_of_the_user_stays(monkeypatch):
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    with connecting_lazily():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    with connecting_lazily():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+
+
+@pytest.mark.parametrize("transport", ["TCP_TLS", "UV"])
+def test_gloo_connects_all_ranks_where_its_transport_can_do_nothing_else(monkeypatch, transport):
+    """torch refuses to make such a group."""
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", transport)
+    with connecting_lazily():
+        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
 def policies(rank):
