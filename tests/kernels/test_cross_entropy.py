@@ -104,6 +104,13 @@ def test_other_labels(device):
     assert torch.equal(other, cross_entropy(logits, labels))
 
 
+def test_labels_below_the_ignored_one_count(device):
+    logits, _ = make(4, 40, torch.float32, device)
+    labels = torch.tensor([2, 7, 1, 39], device=device)
+    expected = F.cross_entropy(logits, labels, ignore_index=7)
+    assert_close(cross_entropy(logits, labels, ignore_index=7), expected, torch.float32, 1e-6)
+
+
 def test_strides(device):
     logits, labels = make(6, 40, torch.float32, device)
     spaced = torch.full((6, 100), float("nan"), device=device)

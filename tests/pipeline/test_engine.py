@@ -250,6 +250,16 @@ def test_evaluation_and_a_failed_step_leave_the_callers_graph_whole():
     assert gradient_error(encoder, plain_encoder) < TOLERANCE[torch.float64]
 
 
+def test_gradients_are_set_to_zero_or_dropped():
+    pipe = Pipeline(make_stages(2), schedule="zbv")
+    x, y = torch.randn(2, 4, 8, dtype=torch.float64)
+    pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
+    pipe.zero_grad(set_to_none=False)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in pipe.parameters())
+    pipe.zero_grad()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
 def spent_graph(rank, world):
     """Return the error of a step whose inputs come from a graph that has had its backward, on every rank."""
     hidden = Stage()(torch.randn(4, 8).double())
