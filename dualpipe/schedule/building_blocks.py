@@ -73,7 +73,7 @@ def building_block(
 
 
 def building_blocks(
-    num_ranks: int, num_microbatches: int, memory: float
+    num_ranks: int, num_microbatches: int, memory: Sequence[float]
 ) -> Iterator[tuple[BuildingBlock, list[RankOrder]]]:
     """Yield the building blocks that fit the memory, small hops first, with their orders of `num_microbatches`.
 
@@ -99,7 +99,7 @@ def building_blocks(
 
 
 def repeat(
-    block: BuildingBlock, num_ranks: int, num_microbatches: int, memory: float
+    block: BuildingBlock, num_ranks: int, num_microbatches: int, memory: Sequence[float]
 ) -> list[RankOrder] | None:
     """Return the order of every rank; None if one exceeds the memory or has two actions at the same tick.
 
@@ -107,14 +107,14 @@ def repeat(
         block: the building block.
         num_ranks: number of ranks.
         num_microbatches: number of micro-batches.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
     """
     if not block.is_possible(num_ranks):
         return None
     # The memory of a rank changes in one direction from rank to rank: an order that does not fit is found early.
     orders: dict[int, RankOrder] = {}
     for rank in (0, num_ranks - 1, *range(1, num_ranks - 1)):
-        order = _repeat_on_rank(block, rank, num_ranks, num_microbatches, memory)
+        order = _repeat_on_rank(block, rank, num_ranks, num_microbatches, memory[rank])
         if order is None:
             return None
         orders[rank] = order
@@ -171,7 +171,7 @@ class Policy(NamedTuple):
 
 
 def squeeze(
-    empty: Schedule, orders: Sequence[RankOrder], costs: Costs, memory: float, policy: Policy
+    empty: Schedule, orders: Sequence[RankOrder], costs: Costs, memory: Sequence[float], policy: Policy
 ) -> list[RankOrder]:
     """Run the orders of all ranks as early as possible, and return the orders in which the work then ran.
 
@@ -183,7 +183,7 @@ def squeeze(
         empty: schedule whose placement and number of micro-batches to use.
         orders: valid orders of all ranks that fit the memory. Pairs in them are taken apart.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
         policy: how to choose.
     """
     run = _Squeeze(empty, orders, costs, memory, policy)
@@ -201,7 +201,7 @@ class _Squeeze:
     """State of all ranks while `squeeze` runs them."""
 
     def __init__(
-        self, empty: Schedule, orders: Sequence[RankOrder], costs: Costs, memory: float, policy: Policy
+        self, empty: Schedule, orders: Sequence[RankOrder], costs: Costs, memory: Sequence[float], policy: Policy
     ) -> None:
         self._placement = empty.placement
         self._costs = costs
@@ -258,6 +258,7 @@ class _Squeeze:
         seen: set[Work] = set()
         ready: list[int] = []
         next_arrival = inf
+        memory = self._memory[rank]
         held = self._held[rank]
         peak = held  # while the work before the current index runs
         for index, work in enumerate(remaining):
@@ -267,7 +268,7 @@ class _Squeeze:
             if kind != "W" and work not in seen:
                 seen.add(work)
                 num_unseen -= 1
-                if kind != "F" or peak + 1 <= self._memory:
+                if kind != "F" or peak + 1 <= memory:
                     arrival = self._arrival(kind, stage)
                     if arrival <= now:
                         ready.append(index)

@@ -51,7 +51,8 @@ def _remedy(name: str, known: Sequence[str]) -> str:
 
 
 def auto(
-    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
+    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None, seed: int = 0,
     effort: int | None = None, progress: Callable[[float, float], None] | None = None,
 ) -> Schedule:
     """Search for the best schedule. The first search takes up to a minute; see `search.driver.search`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -16,7 +17,7 @@ from dualpipe.schedule.draw import number, table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.schedule.search.bound import least_work
-from dualpipe.schedule.search.driver import SearchResult, search
+from dualpipe.schedule.search.driver import EFFORT, SearchResult, search
 from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Schedule
@@ -36,9 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches in a step")
     parser.add_argument("--stages-per-rank", type=int, help="for interleaved_1f1b (default: 2)")
     parser.add_argument("--costs", default="", metavar="COSTS", help=COSTS_HELP)
-    parser.add_argument("--memory", type=float, metavar="CAP",
-                        help="for auto: stage activations that a rank may hold (default: those of dualpipev, 2P + 1)")
+    parser.add_argument("--memory", type=_memory, metavar="CAP",
+                        help="for auto: stage activations that a rank may hold, or one number for each rank, such as "
+                             "7,9,9,9 (default: those of dualpipev, 2P + 1)")
     parser.add_argument("--seed", type=int, help="for auto (default: 0)")
+    parser.add_argument("--effort", type=int,
+                        help=f"for auto: amount of search; the time grows with it (default: {EFFORT}, about 10 s)")
     parser.add_argument("--compare", default="", metavar="NAMES", help="other schedules, separated by commas")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser with all timelines")
@@ -108,7 +112,7 @@ def _report(args: argparse.Namespace) -> str:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the schedule `--name` that were passed."""
-    options = {name: getattr(args, name) for name in ("stages_per_rank", "memory", "seed")}
+    options = {name: getattr(args, name) for name in ("stages_per_rank", "memory", "seed", "effort")}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -117,26 +121,36 @@ def _search(args: argparse.Namespace, costs: Costs, *, try_half_memory: bool) ->
 
     try_half_memory: also search with half the memory, and note the makespan.
     """
-    memory = 2 * args.ranks + 1 if args.memory is None else args.memory
+    memory: list[float] = [2 * args.ranks + 1] if args.memory is None else args.memory
     dualpipev = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
     result = _search_with_memory(args, costs, memory)
     makespan = result.timeline.makespan
     notes = _notes(result, costs, memory, dualpipev)
-    half_memory = ceil(memory / 2)
-    if try_half_memory and makespan and half_memory >= 2:
+    half_memory: list[float] = [ceil(of_rank / 2) for of_rank in memory]
+    if try_half_memory and makespan and min(half_memory) >= 2:
         other = _search_with_memory(args, costs, half_memory).timeline.makespan
-        notes += f"with memory {half_memory}: {number(other)}, {100 * (other / makespan - 1):.1f}% more time\n"
+        notes += f"with memory {_text(half_memory)}: {number(other)}, {100 * (other / makespan - 1):.1f}% more time\n"
     return result.timeline.schedule, notes
 
 
-def _search_with_memory(args: argparse.Namespace, costs: Costs, memory: float) -> SearchResult:
-    title = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {number(memory)}"
+def _memory(text: str) -> list[float]:
+    """Return the numbers of `--memory`."""
+    return [float(part) for part in text.split(",")]
+
+
+def _text(memory: Sequence[float]) -> str:
+    return ", ".join(map(number, memory))
+
+
+def _search_with_memory(args: argparse.Namespace, costs: Costs, memory: Sequence[float]) -> SearchResult:
+    title = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {_text(memory)}"
     with SearchProgress(title) as progress:
-        return search(args.ranks, args.microbatches, costs=costs, memory=memory, seed=args.seed or 0,
-                      progress=progress)
+        options: dict[str, Any] = {} if args.effort is None else {"effort": args.effort}
+        return search(args.ranks, args.microbatches, costs=costs, memory=memory[0] if len(memory) == 1 else memory,
+                      seed=args.seed or 0, progress=progress, **options)
 
 
-def _notes(result: SearchResult, costs: Costs, memory: float, dualpipev: float) -> str:
+def _notes(result: SearchResult, costs: Costs, memory: Sequence[float], dualpipev: float) -> str:
     """Return lines that compare a found schedule with the makespan of DualPipeV and with lower bounds."""
     timeline = result.timeline
     makespan = timeline.makespan
@@ -146,7 +160,7 @@ def _notes(result: SearchResult, costs: Costs, memory: float, dualpipev: float) 
     if dualpipev and bound:
         bounds = ", ".join(map(number, result.bounds))
         notes += (f"auto: {100 * (1 - makespan / dualpipev):.1f}% less time than dualpipev ({number(dualpipev)}), with "
-                  f"at most {number(timeline.peak_memory)} of {number(memory)} stage activations on a rank\n"
+                  f"at most {number(timeline.peak_memory)} of {_text(memory)} stage activations on a rank\n"
                   f"lower bound {number(bound)} (by rank {bounds}): auto is {100 * (makespan / bound - 1):.1f}% above "
                   "it\n")
     if dualpipev > work:

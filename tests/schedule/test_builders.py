@@ -4,6 +4,7 @@ import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, simulate, validate
 from schedules import SCHEDULES
+from searches import overlapped
 
 
 def slow(*values: object) -> list:
@@ -168,6 +169,18 @@ def test_v_half_and_v_min_hold_less_than_1f1b_and_take_less_time(num_ranks):
     assert v_min.peak_memory <= max(num_ranks if num_ranks > 3 else 4, (2 * num_ranks + 8) // 3)
     assert v_half.makespan <= v_min.makespan
     assert v_min.makespan < 2 * whole.makespan or num_ranks == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, *slow(16)])
+def test_dualpipev_half_overlaps_at_half_the_memory(num_ranks):
+    """DualPipeV holds 2P + 1 activations. V-Half holds as much as this schedule, but overlaps nothing."""
+    half, full, v_half = (build(name, num_ranks, 2 * num_ranks) for name in ("dualpipev_half", "dualpipev", "v_half"))
+    for communication in (0.2, 0.35):
+        costs = overlapped(communication)
+        timeline = simulate(half, costs)
+        assert timeline.peak_memory <= num_ranks + 2
+        assert timeline.makespan < 1.2 * simulate(full, costs).makespan
+        assert timeline.makespan < 0.98 * simulate(v_half, costs).makespan
 
 
 @pytest.mark.parametrize("name, num_ranks, memory", [("v_min", 4, 4), ("v_half", 4, 6), ("v_min", 8, 8),

@@ -1,5 +1,7 @@
 """CSV both ways, and what torch's own reader makes of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
@@ -15,10 +17,21 @@ def test_the_format():
     )
 
 
+def build_for_torch(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Build a schedule, and take apart the pairs that torch's CSV cannot express: all but F&B."""
+    schedule = build(name, num_ranks, num_microbatches)
+    ranks = [
+        [part for step in steps
+         for part in ([step] if {action.kind for action in step} == {"F", "B"} else [(action,) for action in step])]
+        for steps in schedule.ranks
+    ]
+    return replace(schedule, ranks=tuple(map(tuple, ranks)))
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_round_trip(name):
     for num_ranks, num_microbatches in ((1, 1), (1, 3), (2, 3), (4, 10), (5, 7)):
-        schedule = build(name, num_ranks, num_microbatches)
+        schedule = build_for_torch(name, num_ranks, num_microbatches)
         assert Schedule.from_torch_csv(schedule.to_torch_csv(), name) == schedule
 
 
@@ -69,7 +82,7 @@ def torch_runtime(schedule: Schedule):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_reads_validates_and_lowers_it(name, tmp_path):
     for num_ranks, num_microbatches in ((1, 2), (2, 3), (2, 4), (4, 5), (4, 10)):
-        schedule = build(name, num_ranks, num_microbatches)
+        schedule = build_for_torch(name, num_ranks, num_microbatches)
         file = tmp_path / "schedule.csv"
         file.write_text(schedule.to_torch_csv())
         runtime = torch_runtime(schedule)

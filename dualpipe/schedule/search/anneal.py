@@ -92,10 +92,10 @@ class Timing:
     Args:
         schedule: gives the placement and the number of micro-batches; its steps are not used.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, memory: float) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, memory: Sequence[float]) -> None:
         self.schedule = schedule
         self.costs = costs
         self.memory = memory
@@ -104,18 +104,19 @@ class Timing:
     def ranks(self, orders: Sequence[RankOrder]) -> list[list[TimedStep]] | None:
         """Return the steps of all ranks; None if the order of one of them is impossible or exceeds the memory."""
         ranks = []
-        for order in orders:
-            steps = self.timed_steps(order)
+        for rank, order in enumerate(orders):
+            steps = self.timed_steps(rank, order)
             if steps is None:
                 return None
             ranks.append(steps)
         return ranks
 
-    def timed_steps(self, order: RankOrder) -> list[TimedStep] | None:
+    def timed_steps(self, rank: int, order: RankOrder) -> list[TimedStep] | None:
         """Return the steps of a rank with their micro-batches; None if they are impossible or exceed the memory."""
         next_forward = [0] * self.schedule.num_stages  # micro-batch, by stage
         next_backward = [0] * self.schedule.num_stages
         deferred: defaultdict[int, deque[int]] = defaultdict(deque)  # micro-batches of weight gradients, by stage
+        memory = self.memory[rank]
         held = 0.0
         steps = []
         cached_steps = self._cached_steps
@@ -135,7 +136,7 @@ class Timing:
                 keys.append((kind, stage, microbatch))
             step_key = tuple(keys)
             step = cached_steps[step_key] if step_key in cached_steps else self.timed_step(step_key)
-            if step is None or held + step.allocates > self.memory:
+            if step is None or held + step.allocates > memory:
                 return None
             held += step.allocates - step.frees
             steps.append(step)
@@ -358,14 +359,15 @@ def _join(order: RankOrder, index: int, step: list[Work]) -> RankOrder:
 
 
 def anneal(
-    start: Schedule, costs: Costs, memory: float, iterations: int, temperature: float, cooling: float, seed: int
+    start: Schedule, costs: Costs, memory: Sequence[float], iterations: int, temperature: float, cooling: float,
+    seed: int,
 ) -> tuple[float, Schedule]:
     """Anneal a schedule, and return the best score and the schedule that has it.
 
     Args:
         start: first schedule; it must be valid and fit the memory.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
         iterations: number of random changes.
         temperature: a change that makes the score worse by this much is accepted with probability 1/e.
         cooling: ratio of the first to the last temperature.
@@ -383,7 +385,7 @@ def anneal(
     for i in range(iterations):
         rank = random.randrange(len(orders))
         order = random_change(orders[rank], random)
-        steps = None if order is None else timing.timed_steps(order)
+        steps = None if order is None else timing.timed_steps(rank, order)
         if order is None or steps is None:
             continue
         # The Metropolis criterion, drawn before timing, so that `Timing.changed` can stop at the limit.

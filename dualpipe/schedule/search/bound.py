@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
-from math import inf
 from typing import NamedTuple
 
 from dualpipe.schedule.simulate import Costs
@@ -32,7 +31,7 @@ class _Path(NamedTuple):
 
 
 def lower_bounds(
-    placement: Sequence[int], num_microbatches: int, costs: Costs, memory: float = inf
+    placement: Sequence[int], num_microbatches: int, costs: Costs, memory: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Return, for each rank, a time before which a step of training cannot end. The greatest is the tightest bound.
 
@@ -40,17 +39,20 @@ def lower_bounds(
         placement: rank of each stage.
         num_microbatches: number of micro-batches in a step of training.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`; as much as
+            they need if None.
     """
     rank_stages = _stages_by_rank(placement)
     path = _fastest_path(placement, rank_stages, costs)
     bounds = []
-    for stages in rank_stages:
+    for rank, stages in enumerate(rank_stages):
         first = stages[0]
         last = stages[-1]
         # The rank's first backward can start after the turn and the backwards of all later stages.
         first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
-        forwards_before = int(min(memory, num_microbatches * len(stages)))  # at most, before the first backward
+        forwards_before = num_microbatches * len(stages)  # at most, before the first backward
+        if memory is not None:
+            forwards_before = min(forwards_before, int(memory[rank]))
         rank_bounds = [path.total]
         # Two more bounds: all work of the rank; and its work without deferred weight gradients, followed by the
         # backwards that take its last gradient to stage 0.

@@ -17,13 +17,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, starmap, zip_longest
 from math import isfinite
-from operator import itemgetter
+from operator import itemgetter, le
 from pathlib import Path
+from typing import Any, cast
 
 from dualpipe.runtime.errors import die_with
 from dualpipe.runtime.files import replace_file
@@ -37,7 +38,9 @@ from dualpipe.schedule.types import Action, Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
 # Known schedules with two stages per rank, which the search starts from.
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "v_min", "interleaved_1f1b", "interleaved_zb")
+FAMILIES = (
+    "dualpipev", "dualpipev_full", "dualpipev_half", "zbv", "v_half", "v_min", "interleaved_1f1b", "interleaved_zb",
+)
 # The effort of a search is the number of changes that it tries times the number of forwards and backwards in the order.
 EFFORT = 30_000_000  # of all squeezes, chains and rounds together
 CHAINS = 4
@@ -52,7 +55,7 @@ VERSION = 2  # of the search; cached results of other versions are not used
 WORKER_PROGRAM = "from dualpipe.schedule.search.driver import work; work()"
 
 Progress = Callable[[float, float], None]
-AnnealJob = tuple[Schedule, Costs, float, int, float, float, int]  # arguments of `anneal`
+AnnealJob = tuple[Schedule, Costs, tuple[float, ...], int, float, float, int]  # arguments of `anneal`
 AnnealResult = tuple[float, Schedule]  # result of `anneal`
 
 
@@ -76,15 +79,16 @@ class _Problem:
     """Inputs of a search that all its parts need."""
 
     costs: Costs
-    memory: float
+    memory: tuple[float, ...]  # of each rank
     seed: int
     effort: int
     progress: Progress | None
 
 
 def search(
-    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
-    effort: int = EFFORT, progress: Progress | None = None,
+    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None,
+    memory: float | Sequence[float] | None = None, seed: int = 0, effort: int = EFFORT,
+    progress: Progress | None = None,
 ) -> SearchResult:
     """Search for the best schedule with two stages per rank in which no rank exceeds the memory.
 
@@ -94,7 +98,8 @@ def search(
         num_ranks: number of pipeline ranks.
         num_microbatches: number of micro-batches in a step of training.
         costs: costs of the actions. Default: `Costs()`.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`. Default: 2P + 1, as DualPipeV holds.
+        memory: stage activations that a rank may hold, see `Timeline.memory_by_rank`: one number, or one for each rank.
+            Default: 2P + 1, as DualPipeV holds.
         seed: seed of the random changes.
         effort: amount of search; the default takes less than a minute on two cores for 8 ranks and 32 micro-batches.
         progress: called at the start and after each round with the fraction of the search that is done and the best
@@ -107,15 +112,13 @@ def search(
     check_size("num_ranks", num_ranks)
     check_size("num_microbatches", num_microbatches)
     costs = costs or Costs()
-    memory = 2 * num_ranks + 1 if memory is None else memory
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not isfinite(memory) or memory < 2:
-        raise ValueError(f"memory is {memory!r}; give stage activations, 2 or more: one for each stage of a rank")
+    rank_memory = _memory_by_rank(2 * num_ranks + 1 if memory is None else memory, num_ranks)
     for name, value in (("seed", seed), ("effort", effort)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} is {value!r}; give an integer of 0 or more")
-    problem = _Problem(costs, memory, seed, effort, progress)
+    problem = _Problem(costs, rank_memory, seed, effort, progress)
     known = sorted(_known(num_ranks, num_microbatches, problem), key=lambda timeline: timeline.makespan)
-    key = cache_key(VERSION, num_ranks, num_microbatches, costs, float(memory), seed, effort)
+    key = cache_key(VERSION, num_ranks, num_microbatches, costs, rank_memory, seed, effort)
     schedule = read_cached(key)
     if schedule is None:
         empty = Schedule("auto", num_ranks, 2 * num_ranks, num_microbatches, ((),) * num_ranks, v_placement(num_ranks))
@@ -125,15 +128,27 @@ def search(
         schedule = replace(best, name="auto")
         validate(schedule)
         write_cached(key, schedule)
-    bounds = lower_bounds(schedule.placement, num_microbatches, costs, memory)
+    bounds = lower_bounds(schedule.placement, num_microbatches, costs, rank_memory)
     return SearchResult(simulate(schedule, costs), bounds, known[0] if known else None)
+
+
+def _memory_by_rank(memory: object, num_ranks: int) -> tuple[float, ...]:
+    """Return the memory of each rank; ValueError unless `memory` is a number of 2 or more, or one for each rank."""
+    is_by_rank = isinstance(memory, Sequence) and not isinstance(memory, str)
+    numbers: tuple[Any, ...] = tuple(cast("Sequence[Any]", memory)) if is_by_rank else (memory,) * num_ranks
+    if len(numbers) != num_ranks:
+        raise ValueError(f"memory has {len(numbers)} numbers for {num_ranks} ranks; give one, or one for each rank")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number) or number < 2:
+            raise ValueError(f"memory is {memory!r}; give stage activations, 2 or more: one for each stage of a rank")
+    return tuple(map(float, numbers))
 
 
 def _known(num_ranks: int, num_microbatches: int, problem: _Problem) -> Iterator[Timeline]:
     """Yield the known schedules that fit the memory."""
     for name in FAMILIES:
         timeline = simulate(KNOWN[name](num_ranks, num_microbatches), problem.costs)
-        if timeline.peak_memory <= problem.memory:
+        if all(map(le, timeline.memory_by_rank, problem.memory)):
             yield timeline
 
 
@@ -152,10 +167,11 @@ def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Prob
     # better in the end.
     known_schedules = [timeline.schedule for timeline in known]
     on_a_v = [schedule for schedule in known_schedules if schedule.placement == empty.placement]
-    num_runs = problem.effort // 2 // (SQUEEZE_CHANGES * _order_size(empty))
-    found = find_starts(empty, on_a_v, problem.costs, problem.memory, num_runs)
+    run_effort = SQUEEZE_CHANGES * _order_size(empty)
+    found, num_runs = find_starts(empty, on_a_v, problem.costs, problem.memory, problem.effort // 3 // run_effort)
+    rest = replace(problem, effort=max(0, problem.effort - num_runs * run_effort))
     starts = [schedule for pair in zip_longest(found, known_schedules) for schedule in pair if schedule is not None]
-    for schedule in _anneal_in_rounds([*islice(cycle(starts), CHAINS)], problem):
+    for schedule in _anneal_in_rounds([*islice(cycle(starts), CHAINS)], rest):
         if num_searched == num_microbatches:
             yield schedule
             continue
@@ -169,7 +185,7 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
     num_stages = chains[0].num_stages
     num_microbatches = chains[0].num_microbatches
     size = _order_size(chains[0])
-    iterations = min(MAX_CHANGES * size, problem.effort // 2 // (CHAINS * ROUNDS * size))
+    iterations = min(MAX_CHANGES * size, problem.effort // (CHAINS * ROUNDS * size))
     stage_costs = map(problem.costs.on, range(num_stages))
     heat = HEAT * sum(costs.F + costs.B for costs in stage_costs) / 2 / num_stages
     if not iterations or not heat:

@@ -19,7 +19,7 @@ Window = tuple[int, int]  # index of a rank's first step in the window, and of t
 
 
 def repeat_steady_state(
-    schedule: Schedule, costs: Costs, memory: float, num_microbatches: int
+    schedule: Schedule, costs: Costs, memory: Sequence[float], num_microbatches: int
 ) -> Schedule | None:
     """Return a schedule for more micro-batches that repeats a window of the steady state on each rank.
 
@@ -29,7 +29,7 @@ def repeat_steady_state(
     Args:
         schedule: schedule for fewer micro-batches.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
         num_microbatches: number of micro-batches: that of `schedule` plus a multiple of the largest of `WINDOW_SIZES`.
 
     Returns:
@@ -58,7 +58,7 @@ def repeat_steady_state(
 
 
 def _extended_times(
-    schedule: Schedule, costs: Costs, memory: float, windows: Sequence[Window], size: int, num_added: int
+    schedule: Schedule, costs: Costs, memory: Sequence[float], windows: Sequence[Window], size: int, num_added: int
 ) -> OrderTimes | None:
     """Return the times of the schedule with `num_added` more micro-batches; None if it is not valid.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice, product
 from typing import Literal, NamedTuple
 
@@ -30,7 +30,7 @@ class _Start(NamedTuple):
 class _Starts:
     """Runs `squeeze`, as often as allowed, and keeps the results that can be run."""
 
-    def __init__(self, empty: Schedule, costs: Costs, memory: float, num_runs: int) -> None:
+    def __init__(self, empty: Schedule, costs: Costs, memory: Sequence[float], num_runs: int) -> None:
         self.timing = Timing(empty, costs, memory)
         self.num_runs_left = num_runs
         self.results: dict[str, _Start] = {}  # by their orders
@@ -54,29 +54,34 @@ class _Starts:
 
 
 def find_starts(
-    empty: Schedule, known: Iterable[Schedule], costs: Costs, memory: float, num_runs: int
-) -> list[Schedule]:
-    """Return the best schedules found without annealing, best first.
+    empty: Schedule, known: Iterable[Schedule], costs: Costs, memory: Sequence[float], num_runs: int
+) -> tuple[list[Schedule], int]:
+    """Return the best schedules found without annealing, best first, and how many times orders were squeezed.
 
     Args:
         empty: schedule without steps on a V; gives the number of ranks and of micro-batches.
         known: known schedules with the same placement that fit the memory.
         costs: costs of the actions.
-        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        memory: stage activations that each rank may hold, see `Timeline.memory_by_rank`.
         num_runs: number of times that orders may be squeezed, `LEAST_RUNS` at least. Half of them try building blocks.
     """
-    starts = _Starts(empty, costs, memory, max(num_runs, LEAST_RUNS))
+    num_runs = max(num_runs, LEAST_RUNS)
+    starts = _Starts(empty, costs, memory, num_runs)
+    can_pair = costs.FB is not None or costs.pairs or costs.per_stage
+    saved_by_full_backwards = 0.0 if costs.I is None else costs.I + costs.W - costs.B
+    first_policies = FIRST_POLICIES if can_pair or saved_by_full_backwards > 0 else FIRST_POLICIES[:1]
     first_orders = [orders_of(schedule) for schedule in known]
-    num_blocks = max(1, starts.num_runs_left // 2 // len(FIRST_POLICIES) - len(first_orders))
+    num_blocks = max(1, num_runs // 2 // len(first_policies) - len(first_orders))
     blocks = building_blocks(empty.num_ranks, empty.num_microbatches, memory)
     first_orders += [orders for _, orders in islice(blocks, num_blocks)]
     for orders in first_orders:
         starts.keep(orders, FIRST_POLICIES[0])
-        for policy in FIRST_POLICIES:
+        for policy in first_policies:
             starts.run(orders, policy)
     for _ in range(1 + REPEATS):
         for start in starts.best():
             for policy in POLICIES:
                 if starts.num_runs_left > 0:
                     starts.run(start.orders, policy._replace(split=start.policy.split))
-    return [with_steps(empty, starts.timing.ranks(start.orders) or []) for start in starts.best()]
+    best = [with_steps(empty, starts.timing.ranks(start.orders) or []) for start in starts.best()]
+    return best, num_runs - starts.num_runs_left

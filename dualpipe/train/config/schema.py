@@ -179,8 +179,8 @@ class ParallelConfig:
     """compute the experts' weight gradients of several micro-batches in one GEMM, which reads and writes their sum
     once, if the schedule has them side by side; the float32 sum can differ in its last bits on CUDA, not on CPU"""
     schedule: Literal[
-        "dualpipev", "dualpipev_full", "zbv", "v_half", "v_min", "gpipe", "1f1b", "zb1p", "zb2p", "interleaved_1f1b",
-        "interleaved_zb", "auto",
+        "dualpipev", "dualpipev_full", "dualpipev_half", "zbv", "v_half", "v_min", "gpipe", "1f1b", "zb1p", "zb2p",
+        "interleaved_1f1b", "interleaved_zb", "auto",
     ] = "dualpipev"
     """pipeline schedule; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the best one
     that a search finds, once, on the first rank"""

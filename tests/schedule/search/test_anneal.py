@@ -13,13 +13,13 @@ from searches import held, overlapped
 def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: int):
     """Change a known order, one change at a time; yield each order and its candidate."""
     schedule = build(name, num_ranks, num_microbatches)
-    timing, orders = Timing(schedule, overlapped(), memory), orders_of(schedule)
+    timing, orders = Timing(schedule, overlapped(), [memory] * num_ranks), orders_of(schedule)
     times = timing.times(timing.ranks(orders))
     chance = random.Random(seed)
     for _ in range(500):
         rank = chance.randrange(num_ranks)
         order = random_change(orders[rank], chance)
-        steps = order and timing.timed_steps(order)
+        steps = order and timing.timed_steps(rank, order)
         if steps:
             changed = timing.changed(times, rank, steps, float("inf"))
             ranks = [*times.ranks[:rank], steps, *times.ranks[rank + 1 :]]

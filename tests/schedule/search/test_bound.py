@@ -28,14 +28,14 @@ def test_the_bound_of_a_memory():
     The last rank's first gradient comes after 8 forwards and 3 backwards, before which it computes 0.65 for each of 9
     forwards; 31.2 is the work.
     """
-    assert max(lower_bounds(v_placement(4), 8, overlapped(), 9)) == pytest.approx(11 + 31.2 - 9 * 0.65)
-    assert max(lower_bounds(v_placement(8), 16, overlapped(), 17.5)) == pytest.approx(23 + 62.4 - 17 * 0.65)
+    assert max(lower_bounds(v_placement(4), 8, overlapped(), [9] * 4)) == pytest.approx(11 + 31.2 - 9 * 0.65)
+    assert max(lower_bounds(v_placement(8), 16, overlapped(), [17.5] * 8)) == pytest.approx(23 + 62.4 - 17 * 0.65)
     assert 23 + 62.4 - 17 * 0.65 > 62.4 + 22.75 / 2
 
 
 def test_memory_without_a_limit_is_memory_for_all_forwards():
     """The first backward of 2 micro-batches on 4 ranks comes late: every forward, and more, fits before it."""
-    assert lower_bounds(v_placement(4), 2, overlapped()) == lower_bounds(v_placement(4), 2, overlapped(), 4)
+    assert lower_bounds(v_placement(4), 2, overlapped()) == lower_bounds(v_placement(4), 2, overlapped(), [4] * 4)
 
 
 def test_no_schedule_is_faster_than_the_bound():
@@ -43,7 +43,7 @@ def test_no_schedule_is_faster_than_the_bound():
         num_ranks, num_microbatches, costs = random_costs(seed)
         for name in driver.FAMILIES:
             timeline = simulate(build(name, num_ranks, num_microbatches), costs)
-            bounds = lower_bounds(timeline.schedule.placement, num_microbatches, costs, timeline.peak_memory)
+            bounds = lower_bounds(timeline.schedule.placement, num_microbatches, costs, timeline.memory_by_rank)
             assert timeline.makespan >= max(bounds)
 
 
@@ -81,12 +81,14 @@ def test_the_bound_against_every_order(placement, num_microbatches, memory, best
     for costs, least in zip((Costs(), overlapped(), Costs(F=1, B=2.5, W=1.5, FB=2.75, p2p=0.25)), best):
         num_ranks = 1 + max(placement)
         empty = Schedule("s", num_ranks, len(placement), num_microbatches, ((),) * num_ranks, placement)
-        timing = Timing(empty, costs, memory)
+        timing = Timing(empty, costs, [memory] * num_ranks)
         owned = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(num_ranks)]
-        ranks = [[steps for order in every_order(stages, num_microbatches) if (steps := timing.timed_steps(order))]
-                 for stages in owned]
+        ranks = [
+            [steps for order in every_order(stages, num_microbatches) if (steps := timing.timed_steps(rank, order))]
+            for rank, stages in enumerate(owned)
+        ]
         times = (timing.times([*orders]) for orders in product(*ranks))
         assert min(max(each.ends()) for each in times if each) == pytest.approx(least)
-        bound = max(lower_bounds(placement, num_microbatches, costs, memory))
+        bound = max(lower_bounds(placement, num_microbatches, costs, [memory] * num_ranks))
         assert bound <= least + 1e-9
         assert bound == least or costs != Costs() or (len(placement), num_microbatches, memory) == (2, 2, 1)

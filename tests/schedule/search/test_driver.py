@@ -2,6 +2,7 @@
 
 import json
 from itertools import starmap
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dualpipe.schedule.search import driver
 from searches import QUICK, held, overlapped, random_costs
 
 GAINS = Path(__file__).with_name("search_gains.json")
+PUBLISHED = Path(__file__).with_name("published.json")
 
 
 def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> driver.SearchResult:
@@ -51,6 +53,33 @@ def test_less_time_with_little_effort():
 @pytest.mark.parametrize("num_ranks, num_microbatches, least", [(4, 8, 0.07), (8, 16, 0.05), (4, 16, 0.02)])
 def test_goals_at_the_memory_of_dualpipev(num_ranks, num_microbatches, least):
     assert gain(found(num_ranks, num_microbatches, overlapped()), overlapped()) >= least
+
+
+def published_rows() -> list:
+    """Return ranks, micro-batches, costs, memory and makespan of each published schedule; those of 8 ranks are slow."""
+    rows = json.loads(PUBLISHED.read_text())
+    return [
+        pytest.param(P, M, (F, I, W), memory, makespan, marks=[pytest.mark.slow] if P == 8 or M > 8 else [])
+        for P, M, F, I, W, memory, makespan in rows  # noqa: E741 - the name of the kind
+    ]
+
+
+@pytest.mark.parametrize("num_ranks, num_microbatches, costs, memory, makespan", published_rows())
+def test_as_fast_as_published_schedules_at_equal_memory(num_ranks, num_microbatches, costs, memory, makespan):
+    """The makespans are those that the search of arXiv:2405.15362 finds on a V, without overlap."""
+    forward, input_grad, weights = costs
+    action_costs = Costs(F=forward, B=input_grad + weights, I=input_grad, W=weights)
+    assert found(num_ranks, num_microbatches, action_costs, memory=memory).timeline.makespan <= makespan
+
+
+def test_memory_of_each_rank():
+    """The first rank, which also holds the embedding and the head, gets less than the others."""
+    memory = (5, 9, 9, 9)
+    result = driver.search(4, 8, costs=overlapped(), memory=memory, effort=QUICK)
+    assert all(map(le, result.timeline.memory_by_rank, memory))
+    assert max(result.timeline.memory_by_rank) > 5
+    alike = driver.search(4, 8, costs=overlapped(), memory=5, effort=QUICK)
+    assert result.timeline.makespan < alike.timeline.makespan
 
 
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(1, 1), (1, 5), (2, 1), (3, 2), (5, 7)])
@@ -104,7 +133,8 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"memory": 1}, "memory is 1;"), ({"memory": True}, "memory is True"), ({"memory": float("nan")}, "memory is nan"),
+    ({"memory": 1}, "memory is 1;"), ({"memory": [9, 9, 9]}, "3 numbers for 2 ranks"),
+    ({"memory": True}, "memory is True"), ({"memory": float("nan")}, "memory is nan"),
     ({"seed": -1}, "seed is -1"), ({"seed": 1.0}, "seed is 1.0"), ({"effort": -1}, "effort is -1"),
     ({"cap": 3}, "no option 'cap'"),
 ])

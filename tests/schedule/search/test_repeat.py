@@ -24,7 +24,7 @@ def test_many_micro_batches_repeat_the_steady_state(monkeypatch):
 def test_a_repeated_schedule_is_valid_and_adds_only_steady_state():
     costs = overlapped()
     schedule = driver.KNOWN["dualpipev"](4, 12)
-    repeated = repeat_steady_state(schedule, costs, 9, 20)
+    repeated = repeat_steady_state(schedule, costs, [9] * 4, 20)
     validate(repeated)
     added = simulate(repeated, costs).makespan - simulate(schedule, costs).makespan
     assert repeated.num_microbatches == 20 and added == pytest.approx(8 * 2 * 1.95)
@@ -33,10 +33,10 @@ def test_a_repeated_schedule_is_valid_and_adds_only_steady_state():
 def test_a_window_of_several_micro_batches_repeats_where_one_of_one_does_not():
     """Interleaved 1F1B on four ranks has rounds of four micro-batches."""
     schedule = driver.KNOWN["interleaved_1f1b"](4, 8)
-    repeated = repeat_steady_state(schedule, overlapped(), 100, 16)
+    repeated = repeat_steady_state(schedule, overlapped(), [100] * 4, 16)
     validate(repeated)
     assert repeated.num_microbatches == 16
 
 
 def test_without_a_steady_state_nothing_is_repeated():
-    assert repeat_steady_state(driver.KNOWN["1f1b"](2, 1), overlapped(), 5, 9) is None
+    assert repeat_steady_state(driver.KNOWN["1f1b"](2, 1), overlapped(), [5] * 2, 9) is None
