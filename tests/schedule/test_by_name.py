@@ -19,7 +19,8 @@ def test_building_is_cheap():
 
 
 @pytest.mark.parametrize("arguments, options, message", [
-    (("1F1B", 2, 4), {}, "'1f1b'"), (("chimera", 2, 4), {}, ", ".join(SCHEDULES)), (("zbv", 0, 4), {}, "num_ranks is 0"),
+    (("1F1B", 2, 4), {}, "'1f1b'"), (("chimera", 2, 4), {}, ", ".join(SCHEDULES)),
+    (("zbv", 0, 4), {}, "num_ranks is 0"),
     (("zbv", 2, -1), {}, "num_microbatches is -1"), (("zbv", 2.0, 4), {}, "num_ranks is 2.0"),
     (("zbv", True, 4), {}, "num_ranks is True"),
     (("interleaved_1f1b", 2, 4), {"stages_per_rank": 0}, "stages_per_rank is 0"),
