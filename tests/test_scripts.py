@@ -24,6 +24,8 @@ ON_CPU = {
     "wgrad_split.py": ("--sizes small --repeats 2", r"\nsmall +\d+ +\d+ +\d+ "),
     "engine_overhead.py": ("--ranks 1 2 --rounds 1 --microbatches-per-rank 1",
                            r"\n +1 +\d.*\n +2 +\d.*\ngoal: host|: needs torch 2.12 or newer, "),
+    "schedule_front.py": ("--ranks 2 --communication 0.2 --effort 100000",
+                          r"\n\| 2, 4 \| 20% \| 4 \| [\d.]+ \| .*\ngoals: met"),
     "bench_checkpoint.py": ("--mb 4 --rounds 1", r"2 ranks with \d MB each\n.*\n +process +[\d.]+ s blocked .* goal "),
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
     "bench_packing.py": ("--mb 0.1 --rounds 1 --vocab 500",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.schedule import Costs, build, simulate, to_svg
-from dualpipe.schedule.builders import OVERLAP_COSTS
+from dualpipe.schedule.builders import overlap_costs
 from dualpipe.train.config.load import Kind, kinds_of, read_documentation
 from dualpipe.train.config.schema import Config
 
@@ -222,7 +222,7 @@ PICTURES = {
     "v_half": Costs(F=1, B=2, W=1),
     "v_min": Costs(F=1, B=2, W=1),
     "dualpipev": Costs(F=1, B=2, W=1, FB=2.6),  # a pair takes 2.6 instead of 3
-    "dualpipev_half": OVERLAP_COSTS,
+    "dualpipev_half": overlap_costs(0.3),
 }
 
 

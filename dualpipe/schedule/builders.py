@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, product
+from itertools import combinations_with_replacement, islice, product
 from typing import cast
 
 from dualpipe.schedule.building_blocks import BuildingBlock, Policy, RankOrder, building_block, repeat, squeeze
@@ -25,13 +25,28 @@ from dualpipe.schedule.types import Action, Kind, Schedule, ScheduleError, Step,
 from dualpipe.schedule.validate import validate
 
 EQUAL_COSTS = Costs(F=1, B=2, W=1)
-# Each action computes for 0.7, a "B" for twice that. "F", "B" and "I" also communicate for 0.3, which overlaps the
-# computing of the other action of a pair, and in a "B" that of its weight gradients.
-OVERLAP_COSTS = Costs(
-    F=1.0, B=1.4, W=0.7, I=1.0, FB=2.1,
-    pairs={("F", "F"): 1.4, ("F", "I"): 1.4, ("F", "W"): 1.4, ("I", "I"): 1.4, ("I", "W"): 1.4, ("B", "I"): 2.1},
-)
 MOST_ACTIONS = 100_000  # of all building blocks that are tried for a schedule; this takes a few seconds
+
+
+def overlap_costs(communication: float) -> Costs:
+    """Return the costs of a stage of F = 1 that communicates for a fraction of it, if pairs overlap perfectly.
+
+    The rest of F is computing, and so is all of W; I is like F. A "B" computes for both, and overlaps its own
+    communication. A pair takes as long as the sum of its computing, the sum of its communication, or either action
+    alone, whichever is longest.
+
+    Args:
+        communication: fraction of a forward, 0 to 1.
+    """
+    compute = 1 - communication
+    computing = {"F": compute, "B": 2 * compute, "I": compute, "W": compute}
+    sending = {"F": communication, "B": communication, "I": communication, "W": 0.0}
+    alone = {"F": 1.0, "B": max(computing["B"], communication), "I": 1.0, "W": compute}
+    pairs = {
+        (a, b): max(computing[a] + computing[b], sending[a] + sending[b], alone[a], alone[b])
+        for a, b in combinations_with_replacement("FBIW", 2)
+    }
+    return Costs(F=alone["F"], B=alone["B"], W=alone["W"], I=alone["I"], FB=pairs["F", "B"], pairs=pairs)
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -182,7 +197,7 @@ def _from_building_block(
         num_ranks: number of ranks.
         num_microbatches: number of micro-batches.
         memory: stage activations that a rank may hold.
-        overlaps: make it for `OVERLAP_COSTS` instead of `EQUAL_COSTS`, and also try blocks in which F1 and I0 reach the
+        overlaps: make it for `overlap_costs(0.3)` instead of `EQUAL_COSTS`, also from blocks whose F1 and I0 reach the
             next rank two ticks later.
     """
     few = min(num_microbatches, 2 * num_ranks)
@@ -212,7 +227,7 @@ def _best_blocks(
 
     def quality(candidate: tuple[BuildingBlock, Policy | None]) -> tuple[float, int]:
         schedule = _squeezed("", num_ranks, num_microbatches, memory, overlaps, *candidate)
-        timeline = simulate(schedule, OVERLAP_COSTS if overlaps else EQUAL_COSTS)
+        timeline = simulate(schedule, overlap_costs(0.3) if overlaps else EQUAL_COSTS)
         return timeline.makespan, max(timeline.peak_activations)
 
     return sorted(product(islice(fitting, most_tried), policies), key=quality)
@@ -228,7 +243,7 @@ def _squeezed(
     orders = repeat(block, num_ranks, num_microbatches, rank_memory)
     assert orders is not None, "a block that fits for 2P micro-batches fits for more"
     if policy is not None:
-        orders = squeeze(empty, orders, OVERLAP_COSTS if overlaps else EQUAL_COSTS, rank_memory, policy)
+        orders = squeeze(empty, orders, overlap_costs(0.3) if overlaps else EQUAL_COSTS, rank_memory, policy)
     return replace(empty, ranks=tuple(map(number_microbatches, orders)))
 
 

@@ -51,7 +51,7 @@ def test_pairs_run_one_after_the_other_where_nothing_is_sent():
     assert {len(moment.step) for rank in moments for moment in rank} == {1}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "gpipe"])
 def test_more_micro_batches_take_no_more(schedule):
     def peaks(chunks: int) -> list[int]:
         config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", str(chunks)])

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations_with_replacement
 
 from dualpipe.schedule import Costs, Timeline
+from dualpipe.schedule.builders import overlap_costs
 
 
 def overlapped(communication: float = 0.35) -> Costs:
-    """A layer of F = 1 of which so much is communication, I = 1 alike, and W = 1 less that, all of it computing.
-
-    A whole backward does I and W, and overlaps itself: max(2 * 0.65, 0.35) = 1.3. A pair takes the longest of the sum
-    of computing, the sum of communication, and each alone: F&B max(0.65 + 1.3, 0.7, 1, 1.3) = 1.95.
-    """
-    compute = 1 - communication
-    computing = {"F": compute, "B": 2 * compute, "I": compute, "W": compute}
-    sending = {"F": communication, "B": communication, "I": communication, "W": 0.0}
-    alone = {"F": 1.0, "B": max(computing["B"], communication), "I": 1.0, "W": compute}
-    pairs = {
-        (a, b): max(computing[a] + computing[b], sending[a] + sending[b], alone[a], alone[b])
-        for a, b in combinations_with_replacement("FBIW", 2)
-    }
-    return Costs(F=1.0, B=alone["B"], W=alone["W"], I=1.0, FB=pairs["F", "B"], pairs=pairs)
+    """A layer of F = 1 of which so much is communication: F&B takes max(0.65 + 1.3, 0.7, 1, 1.3) = 1.95."""
+    return overlap_costs(communication)
 
 
 def held(timeline: Timeline) -> float:
