@@ -22,7 +22,7 @@ def test_costs_are_those_that_were_taken(name, ranks, microbatches, tmp_path):
     found, expected = parse_costs(str(tmp_path / "costs.json")), simulate(schedule, given)
     again = simulate(schedule, found)
     # A kind of pair that runs on several combinations of stages gets the median of what it saves on them.
-    error = 2e-3 if name == "dualpipev_half" else 1e-4
+    error = 3e-3 if name == "dualpipev_half" else 1e-4
     assert again.makespan == pytest.approx(expected.makespan, rel=error)
     for mine, theirs in zip(again.spans, expected.spans):
         assert [span.end for span in mine] == pytest.approx([span.end for span in theirs], rel=error)
