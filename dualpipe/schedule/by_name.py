@@ -55,7 +55,7 @@ def auto(
     memory: float | Sequence[float] | None = None, seed: int = 0,
     effort: int | None = None, progress: Callable[[float, float], None] | None = None,
 ) -> Schedule:
-    """Search for the best schedule. The first search takes up to a minute; see `search.driver.search`."""
+    """Search for the best schedule, for about ten seconds; the result is cached. See `search.driver.search`."""
     effort = EFFORT if effort is None else effort
     result = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed, effort=effort,
                     progress=progress)

@@ -3,6 +3,6 @@
 from dualpipe.schedule.by_name import BUILDERS
 
 EXCLUDED = {
-    "auto": "searches for up to a minute; see tests/schedule/search/ and tests/pipeline/test_found_schedules.py",
+    "auto": "searches for seconds; see tests/schedule/search/ and tests/pipeline/test_found_schedules.py",
 }
 SCHEDULES = tuple(name for name in BUILDERS if name not in EXCLUDED)

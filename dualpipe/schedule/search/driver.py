@@ -168,7 +168,7 @@ def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Prob
     known_schedules = [timeline.schedule for timeline in known]
     on_a_v = [schedule for schedule in known_schedules if schedule.placement == empty.placement]
     run_effort = SQUEEZE_CHANGES * _order_size(empty)
-    found, num_runs = find_starts(empty, on_a_v, problem.costs, problem.memory, problem.effort // 3 // run_effort)
+    found, num_runs = find_starts(empty, on_a_v, problem.costs, problem.memory, problem.effort // 2 // run_effort)
     rest = replace(problem, effort=max(0, problem.effort - num_runs * run_effort))
     starts = [schedule for pair in zip_longest(found, known_schedules) for schedule in pair if schedule is not None]
     for schedule in _anneal_in_rounds([*islice(cycle(starts), CHAINS)], rest):
