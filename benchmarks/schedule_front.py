@@ -95,7 +95,7 @@ def draw(fronts: list[Front], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "dualpipe", "font.size": 8}
+    matplotlib.rcParams |= {"svg.hashsalt": "dualpipe", "svg.fonttype": "none", "font.size": 8}
     from matplotlib import pyplot
 
     columns = sorted({front.communication for front in fronts})
@@ -117,6 +117,7 @@ def draw(fronts: list[Front], path: Path) -> None:
         panel.set_title(f"{front.num_ranks} ranks, communication {front.communication:.0%}")
         panel.set_xlabel("memory, stage activations")
         panel.set_ylabel("time, of DualPipeV's")
+        panel.margins(0.2, 0.1)  # for the names
     panels[0][0].legend()
     figure.savefig(path, metadata={"Date": None})
 
