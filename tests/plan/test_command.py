@@ -22,6 +22,7 @@ def test_parts_of_dp_are_planned_and_written(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_table_in_the_documentation_is_that_of_its_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     document = (EXAMPLES.parent / "docs" / "planning.md").read_text()
