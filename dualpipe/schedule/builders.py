@@ -1,12 +1,13 @@
 """Known schedules, each built as the steps of every rank.
 
-- On a V: DualPipeV and ZB-V, written as patterns, and V-Half and V-Min, squeezed from a building block.
+- On a V: DualPipeV and ZB-V, written as patterns, and V-Half, V-Min and DualPipeV at half of its memory, squeezed from
+  a building block.
 - With stages in a loop: GPipe, 1F1B, ZB-H1 and ZB-H2, and with several stages per rank interleaved 1F1B and its
   zero-bubble form. They differ in the forwards before the first backward, and in when weight gradients run.
 
-Patterns consist of names. "F0" is a forward on the rank's first stage (half 0, on the way
-down the V), "F1" one on its second stage (half 1, on the way back), and "F0&B1" a pair that overlaps.
-`steps_from_pattern` adds the micro-batches.
+A pattern is a list of names. "F0" is a forward on the rank's first stage (half 0, on the way down the V), "F1" one on
+its second stage (half 1, on the way back), and "F0&B1" a pair that overlaps. `steps_from_pattern` adds the
+micro-batches.
 """
 
 from __future__ import annotations
@@ -176,8 +177,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build V-Min: a schedule on a V with about a third of the activation memory of 1F1B, for many ranks.
 
     On P ranks, a rank holds at most (2P + 8) / 3 stage activations (see `simulate`), and at most P if P is 4 to 8;
-    1F1B holds 2P. The steady state has no bubble if F = I = W. Where they differ, V-Min waits more than V-Half: each
-    forward and backward starts as soon as its input arrives.
+    1F1B holds 2P. The steady state has no bubble if F = I = W.
 
     Source: as for `v_half`.
     """

@@ -74,11 +74,11 @@ def building_block(
 
 def building_blocks(
     num_ranks: int, num_microbatches: int, memory: Sequence[float]
-) -> Iterator[tuple[BuildingBlock, list[RankOrder]]]:
-    """Yield the building blocks that fit the memory, small hops first, with their orders of `num_microbatches`.
+) -> Iterator[list[RankOrder]]:
+    """Yield the orders of the building blocks that fit the memory, small hops first.
 
-    They are all blocks without idle ticks whose hops and gaps are a few ticks. If none of them fits, one block: that
-    with the shortest period that fits.
+    They are those of all blocks without idle ticks whose hops and gaps are a few ticks. If none of them fits, one: that
+    of the shortest period that fits.
     """
     is_any_fitting = False
     for hops in product(HOPS, repeat=4):
@@ -87,7 +87,7 @@ def building_blocks(
             orders = repeat(block, num_ranks, num_microbatches, memory)
             if orders is not None:
                 is_any_fitting = True
-                yield block, orders
+                yield orders
     for period in count(PERIOD + 1):
         if is_any_fitting:
             return
@@ -95,7 +95,7 @@ def building_blocks(
         orders = repeat(block, num_ranks, num_microbatches, memory)
         if orders is not None:
             is_any_fitting = True
-            yield block, orders
+            yield orders
 
 
 def repeat(

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches in a step")
     parser.add_argument("--stages-per-rank", type=int, help="for interleaved_1f1b (default: 2)")
     parser.add_argument("--costs", default="", metavar="COSTS", help=COSTS_HELP)
-    parser.add_argument("--memory", type=_memory, metavar="CAP",
+    parser.add_argument("--memory", type=stage_activations, metavar="CAP",
                         help="for auto: stage activations that a rank may hold, or one number for each rank, such as "
                              "7,9,9,9 (default: those of dualpipev, 2P + 1)")
     parser.add_argument("--seed", type=int, help="for auto (default: 0)")
@@ -133,7 +133,7 @@ def _search(args: argparse.Namespace, costs: Costs, *, try_half_memory: bool) ->
     return result.timeline.schedule, notes
 
 
-def _memory(text: str) -> list[float]:
+def stage_activations(text: str) -> list[float]:
     """Return the numbers of `--memory`."""
     return [float(part) for part in text.split(",")]
 

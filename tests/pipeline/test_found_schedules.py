@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import time
-from itertools import combinations_with_replacement
 from statistics import median
 from unittest import mock
 
@@ -20,6 +19,7 @@ from dualpipe import DualPipeV, WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import engine
 from dualpipe.schedule import Costs, build, simulate, validate
+from dualpipe.schedule.builders import overlap_costs
 from dualpipe.schedule.by_name import search_with_progress
 from ranks import run_ranks
 from toys import gradient_error, make_stages, reference, relative_error
@@ -34,13 +34,7 @@ def costs() -> Costs:
     A pair takes the longest of all its computing, all its communication, and either action alone. The engine takes that
     for these layers, to the last digit, where only their waits take time.
     """
-    compute, sending = {"F": 0.65, "B": 1.3, "I": 0.65, "W": 0.65}, {"F": 0.35, "B": 0.35, "I": 0.35, "W": 0.0}
-    alone = {"F": 1.0, "B": 1.3, "I": 1.0, "W": 0.65}
-    pairs = {
-        (a, b): max(compute[a] + compute[b], sending[a] + sending[b], alone[a], alone[b])
-        for a, b in combinations_with_replacement("FBIW", 2)
-    }
-    return Costs(F=1, B=1.3, W=0.65, I=1, FB=pairs["F", "B"], pairs=pairs)
+    return overlap_costs(0.35)
 
 
 def found(num_ranks: int, num_microbatches: int, cache: object, effort: int):

@@ -40,7 +40,7 @@ def test_blocks_fit_the_memory_and_can_be_run(memory, policy):
     costs = overlapped()
     for num_ranks, num_microbatches in ((1, 3), (2, 1), (4, 9)):
         by_rank = memory[:num_ranks] if isinstance(memory, tuple) else (memory,) * num_ranks
-        _, orders = next(building_blocks(num_ranks, num_microbatches, by_rank))
+        orders = next(building_blocks(num_ranks, num_microbatches, by_rank))
         repeated = schedule_of(orders, num_microbatches)
         validate(repeated)
         squeezed = schedule_of(squeeze(repeated, orders, costs, by_rank, policy), num_microbatches)

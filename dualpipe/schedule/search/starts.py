@@ -73,7 +73,7 @@ def find_starts(
     first_orders = [orders_of(schedule) for schedule in known]
     num_blocks = max(1, num_runs // 2 // len(first_policies) - len(first_orders))
     blocks = building_blocks(empty.num_ranks, empty.num_microbatches, memory)
-    first_orders += [orders for _, orders in islice(blocks, num_blocks)]
+    first_orders += islice(blocks, num_blocks)
     for orders in first_orders:
         starts.keep(orders, FIRST_POLICIES[0])
         for policy in first_policies:
