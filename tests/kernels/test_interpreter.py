@@ -19,7 +19,7 @@ import dualpipe.kernels
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py"))
 FILES.remove("test_interpreter.py")
-HALVES = (FILES[::2], FILES[1::2])  # not one for each file, as every interpreter takes seconds to start
+PARTS = tuple(FILES[first::4] for first in range(4))  # not one for each file, as every interpreter takes seconds to start
 NO_TESTS_COLLECTED = 5
 
 
@@ -67,7 +67,7 @@ def test_interpreted():
 @INTERPRETS
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("files", HALVES, ids=" ".join)
+@pytest.mark.parametrize("files", PARTS, ids=" ".join)
 def test_interpreted_pairs(files):
     """Every test, every value of every parameter, and every two of them together, once."""
     check_interpreted(files, "slow and not matrix and not gpu")
@@ -77,7 +77,7 @@ def test_interpreted_pairs(files):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(36000)
-@pytest.mark.parametrize("files", HALVES, ids=" ".join)
+@pytest.mark.parametrize("files", PARTS, ids=" ".join)
 def test_interpreted_matrix(files):
     """All the rest, in hours."""
     check_interpreted(files, "matrix and not gpu", timeout=1200, allowed=(0, NO_TESTS_COLLECTED))

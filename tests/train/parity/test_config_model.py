@@ -283,21 +283,27 @@ def measure(toml, options, dtype):
     return Comparison(ConfigModel(resolved), job, dtype, 1e-10).run()
 
 
-def bf16_on_ranks(rank, toml, runs):
-    """Return the failures of each run."""
-    return [measure(toml, options, torch.bfloat16).failures for options in runs]
+def bf16_on_ranks(rank, toml, options):
+    return measure(toml, options, torch.bfloat16).failures
+
+
+PIPELINED = ["--parallel.pp", "2", "--parallel.ep", "2"]
+BF16_RUNS = [
+    ("qwen3_moe", [*PIPELINED, *TERMS]),
+    ("qwen3_moe", [*PIPELINED, "--dtypes.rules", "*.experts,gather=mxfp8", "*.o_proj,storage=nvfp4"]),
+    *((family, ["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3"])
+      for family in ("gpt_oss", "deepseek_v2", "deepseek_v3")),
+]
 
 
 @pytest.mark.slow
-def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
-    """Qwen3-MoE runs at pp 2 x ep 2, plain and quantized; the other families run at dp 2 x ep 2."""
-    layout = ["--parallel.pp", "2", "--parallel.ep", "2"]
-    runs = [[*layout, *TERMS], [*layout, "--dtypes.rules", "*.experts,gather=mxfp8", "*.o_proj,storage=nvfp4"]]
-    for family in ("gpt_oss", "deepseek_v2", "deepseek_v3"):
-        (run_toml.parent / f"{family}.json").write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
-        runs.append(["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3",
-                     "--model.config", str(run_toml.parent / f"{family}.json")])
-    assert run_ranks(bf16_on_ranks, 4, str(run_toml), runs, timeout=120) == [[[]] * len(runs)] * 4
+@pytest.mark.parametrize("family, options", BF16_RUNS, ids=["plain", "quantized", *(f for f, _ in BF16_RUNS[2:])])
+def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml, family, options):
+    if family != "qwen3_moe":
+        config = run_toml.parent / f"{family}.json"
+        config.write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
+        options = [*options, "--model.config", str(config)]
+    assert run_ranks(bf16_on_ranks, 4, str(run_toml), options) == [[]] * 4
 
 
 def replicated_on_ranks(rank, toml, runs):
