@@ -292,9 +292,13 @@ def run_training(command, folder):
 
 OF_CHECKPOINTS = "/checkpoints"
 TRACE = next(command for command in TRAINED if "--trace" in command)
+FEW = ("--init.from_hf tiny-olmoe", "dualpipe parity examples/tiny-cpu.toml --pp 2 --ep 2")
 
 
-@pytest.mark.parametrize("command", [command for command in TRAINED if command != TRACE])
+@pytest.mark.parametrize("command", [
+    pytest.param(command, marks=[] if any(part in command for part in FEW) else pytest.mark.slow)
+    for command in TRAINED if command != TRACE
+])
 def test_trains(command, here):
     run_training(command, here)
 

@@ -142,6 +142,7 @@ def training(rank, folder, steps, waits, *options):
     return device.report(waits)
 
 
+@pytest.mark.slow
 def test_training_with_checkpoints(tmp_path):
     write_run(tmp_path)
     for steps, waits in [

@@ -40,7 +40,7 @@ ON_CPU = {
 }
 COMPILING = ("bench_host.py", "tune_grouped_gemm.py")
 STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
-SLOW = (*STARTING_RANKS, "tune_grouped_gemm.py")
+SLOW = (*STARTING_RANKS, "bench_host.py", "tune_grouped_gemm.py")
 ON_A_GPU = (
     "bench_attention.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_memory_bound.py", "bench_overlap.py",
     "bench_quantized.py", "bench_training.py", "tune_grouped_gemm.py",

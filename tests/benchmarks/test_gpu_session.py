@@ -88,6 +88,7 @@ def test_goes_on_after_a_failure_a_crash_and_what_is_left_behind(modules, plante
     assert not modules[1].is_good(kept, names) and modules[1].is_good(kept, ["good"])
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_at_its_share_with_all_that_it_started(modules, planted, tmp_path):
     start = time.monotonic()
     _, parts = run_parts(modules, tmp_path / "session.json", ["hangs", "good"], seconds=100.0, weights={"good": 9.0})

@@ -121,6 +121,7 @@ def test_kernels_of_an_expert_layer_are_within_their_budgets_and_a_lost_stage_is
     assert "2 tiles in shared memory instead of 3, the loop waits until 0 copies are on their way instead of 2" in line
 
 
+@pytest.mark.slow
 def test_the_script_compares_a_kernel_with_its_budget():
     done = fork_script(FOLDER / "kernel_budget.py", "--match", "weight.narrow.bf16.16.bf16_write", timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr

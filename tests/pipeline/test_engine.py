@@ -71,7 +71,7 @@ def all_sizes(rank, world, names, dtype, numbers):
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_every_schedule_and_number_of_microbatches(world):
-    numbers = [*range(1, 2 * world + 2), 3 * world, 4 * world]  # the steady state comes at 2 * world
+    numbers = [*range(1, 2 * world + 2), 3 * world]  # the steady state comes at 2 * world
     for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, numbers):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 

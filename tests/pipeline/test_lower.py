@@ -20,7 +20,9 @@ from toys import Handed, Hooked, make_stages
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 12), (8, 24)])
+@pytest.mark.parametrize("num_ranks, num_microbatches", [
+    (2, 4), (2, 16), (4, 12), pytest.param(8, 24, marks=pytest.mark.slow),
+])
 def test_messages_are_received_in_the_order_of_their_sends(name, num_ranks, num_microbatches, train):
     stages = len(build(name, num_ranks, num_ranks).rank_stages(0))
     programs = [

@@ -160,7 +160,7 @@ LAYOUTS = [  # pp, dp, ep
 
 def marks_for(num_ranks):
     """Return the marks of a case: several steps are profiled, and four ranks take about a minute."""
-    return {1: [], 2: [pytest.mark.slow], 4: [pytest.mark.slow, pytest.mark.long]}[num_ranks]
+    return [pytest.mark.slow, *[pytest.mark.long] * (num_ranks > 2)]
 
 
 @pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),

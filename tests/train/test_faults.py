@@ -59,8 +59,7 @@ SOME = {  # the moments tried in a layout, and the rank
     "pp2 x ep2": (1, ("F", "B", "segment", "optimizer", "save")),
 }
 FAST = (
-    "pp2: kill rank=1 step=2 action=B", "pp2: raise rank=1 step=2 action=F", "pp1: nan rank=0 step=2 action=B",
-    "pp2: full_disk rank=1 step=1",
+    "pp2: kill rank=1 step=2 action=B", "pp1: nan rank=0 step=2 action=B",
 )
 
 

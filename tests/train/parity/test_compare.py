@@ -119,8 +119,10 @@ def test_models_without_top_k_are_reported():
 @pytest.mark.parametrize(("name", "dtype", "text"), [
     ("missing_parameter", FLOAT64,
      "no stage has 18 of the unpipelined model's parameters, such as 'layers.1.norm.weight'"),
-    ("float32_stages", BF16, "the outputs of stage 0 are torch.float32, but --dtype bf16 needs torch.bfloat16; make p"),
-    ("wide_choice", BF16, "layers.1.router chooses 3 of 4 in 12 rows, and 2 of 4 in 12 rows in the unpipelined model"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("float32_stages", BF16, "the outputs of stage 0 are torch.float32, but --dtype bf16 needs torch.bfloat16; m"),
+        ("wide_choice", BF16, "layers.1.router chooses 3 of 4 in 12 rows, and 2 of 4 in 12 rows in the unpipelined"),
+    )),
 ])
 def test_stages_that_cannot_be_compared_are_refused_on_all_ranks(name, dtype, text):
     for error in run_ranks(reports, 2, PP2, [name], dtype, check=False):

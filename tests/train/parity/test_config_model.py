@@ -124,8 +124,8 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 
 @pytest.mark.parametrize(("level", "table", "field", "value"), [
     ("global", "router", "balance", 0.499),
-    ("sequence", "router", "z_loss", 0.099),
-    ("global", "train", "num_chunks", 5),
+    pytest.param("sequence", "router", "z_loss", 0.099, marks=pytest.mark.slow),
+    pytest.param("global", "train", "num_chunks", 5, marks=pytest.mark.slow),
 ])
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, table, field, value):
     """The routers of the pipeline are configured otherwise than those of the unpipelined model."""
@@ -266,7 +266,8 @@ def all_lost(monkeypatch):
     monkeypatch.setattr(StagesInPipeline, "train", missing_gradient(StagesInPipeline.train))
 
 
-@pytest.mark.parametrize("planted", [rounded_sums, one_lost, all_lost])
+@pytest.mark.parametrize("planted", [one_lost, *(pytest.param(each, marks=pytest.mark.slow)
+                                                 for each in (rounded_sums, all_lost))])
 def test_bf16_fails_where_a_gradient_is_lost_or_accumulated_in_bf16(run_toml, capsys, monkeypatch, planted):
     planted(monkeypatch)
     assert run(run_toml, dtype="bf16") == 1
