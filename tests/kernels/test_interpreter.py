@@ -19,7 +19,7 @@ import dualpipe.kernels
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py"))
 FILES.remove("test_interpreter.py")
-PARTS = tuple(FILES[first::4] for first in range(4))  # not one for each file, as every interpreter takes seconds to start
+PARTS = tuple(FILES[first::4] for first in range(4))  # not one for each file: an interpreter takes seconds to start
 NO_TESTS_COLLECTED = 5
 
 
