@@ -468,7 +468,10 @@ class Pipeline(nn.Module):
         """
         schedule = self._programs.schedule()
         ranks = self._p2p.global_ranks
-        place = PipelinePlace(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
+        place = PipelinePlace(
+            self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement,
+            schedule.messages_in_flight,
+        )
         group = group or self._process_group
         if group is not None and group not in self._trace_groups:
             # A failed step ends the pipeline's groups, and its trace is still written, over this group.

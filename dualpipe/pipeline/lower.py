@@ -53,6 +53,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     incoming: dict[MessageStream, list[Message]]  # in the order of the instructions
     outgoing: tuple[MessageStream, ...]
+    messages_in_flight: int  # as in `Schedule`
     merges: bool = False  # True if weight gradients of several micro-batches are merged
 
 
@@ -88,7 +89,7 @@ def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) ->
         instructions = [
             instruction._replace(merged=merged) for instruction, merged in zip(instructions, merges, strict=True)]
     return Program(
-        tuple(instructions), dict(incoming), tuple(sorted(outgoing)),
+        tuple(instructions), dict(incoming), tuple(sorted(outgoing)), schedule.messages_in_flight,
         merges=any(instruction.merged for instruction in instructions))
 
 

@@ -48,7 +48,7 @@ from dualpipe.runtime.ranks.records import empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.messages import Message, MessageStream
 
-SENDS_IN_FLIGHT = 2  # unfinished sends per link; a further send waits for the oldest
+SENDS_IN_FLIGHT = 2  # unfinished sends per link, or `messages_in_flight` if the schedule needs more
 _TAGS = {"F": 11, "B": 12, "header": 15}  # gloo tags that no other message uses
 
 
@@ -340,6 +340,7 @@ class P2PMessages:
     ) -> None:
         self._groups = groups
         self._num_larger = num_larger
+        self._sends_in_flight = max(SENDS_IN_FLIGHT, program.messages_in_flight)
         self._device = device
         self._buffer_device = torch.device("cpu") if by_host else device
         self._channels: dict[MessageStream, Channel] = {}
@@ -411,7 +412,7 @@ class P2PMessages:
         self._recorder.end()
         # Wait only after the new send has started, as starting raises if the peer has closed its connection. A wait
         # might not: gloo never wakes a wait for a send that was partly written when the peer closed.
-        if len(channel.in_flight) > SENDS_IN_FLIGHT:
+        if len(channel.in_flight) > self._sends_in_flight:
             self._wait_for_oldest_send(channel)
 
     def check_local(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:

@@ -151,7 +151,8 @@ def step_memory(
         rank_stages = {number: (sizes[number], stage_activations[number]) for number in schedule.rank_stages(rank)}
         # From each neighbouring stage, one message is in transit, as receives are posted ahead; to it, several.
         num_neighbours = sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement))
-        messages = (1 + SENDS_IN_FLIGHT) * num_neighbours * message if activations else 0
+        sends_in_flight = max(SENDS_IN_FLIGHT, schedule.messages_in_flight)
+        messages = (1 + sends_in_flight) * num_neighbours * message if activations else 0
         nccl = _nccl_buffers(p, schedule.placement, rank, per_node)
         ranks.append([*_rank_moments(steps, rank_stages, messages, nccl, pair_peak)])
     return schedule, ranks

@@ -280,18 +280,14 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     """Build interleaved 1F1B, with stage s on rank s % P.
 
     A rank runs forwards until the gradient for its first backward can arrive, then forwards and backwards in turn, then
-    the remaining backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple
-    of P micro-batches; for other numbers, the order is that for the next higher multiple, without the actions of the
-    surplus micro-batches. But from P + 1 to 2P - 1 micro-batches are one group, as in torch. It holds M - P activations
-    more for each stage of a rank but one, and is faster: on 8 ranks with 9 micro-batches the makespan is 75 instead of
-    89 (F = 1, B = 2), with 18 activations instead of 17.
+    the remaining backwards. Micro-batches pass through a rank's stages in groups of P, or somewhat more if their number
+    is not a multiple of P, which Megatron-LM requires (see `_group_sizes`). Groups of more than P hold more
+    activations and are faster than an incomplete last group: on 4 ranks with 10 micro-batches, the makespan is 69 with
+    12 activations instead of 73 with 11 (F = 1, B = 2).
 
-    Source: Megatron-LM, arXiv:2104.04473.
+    Source: Megatron-LM, arXiv:2104.04473; for groups of more than P, torch's ScheduleInterleaved1F1B.
     """
-    warmups = _interleaved_warmups(num_ranks, num_microbatches, stages_per_rank)
-    return _in_a_loop(
-        "interleaved_1f1b", num_ranks, num_microbatches, warmups, stages_per_rank=stages_per_rank,
-    )
+    return _interleaved("interleaved_1f1b", num_ranks, num_microbatches, stages_per_rank)
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
@@ -299,29 +295,49 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, stages_per_rank: in
 
     Rank r runs each weight gradient r backwards later, as in `zb1p`. Source: torch's ScheduleInterleavedZeroBubble.
     """
-    warmups = _interleaved_warmups(num_ranks, num_microbatches, stages_per_rank)
-    return _in_a_loop(
-        "interleaved_zb", num_ranks, num_microbatches, warmups, stages_per_rank=stages_per_rank,
-        weights_after=range(num_ranks),
-    )
+    return _interleaved("interleaved_zb", num_ranks, num_microbatches, stages_per_rank, weights_after=range(num_ranks))
 
 
-def _group_size(num_ranks: int, num_microbatches: int) -> int:
-    """Return the number of micro-batches that pass through all stages of a rank before the next ones."""
-    return num_microbatches if num_ranks < num_microbatches < 2 * num_ranks else num_ranks
+def _interleaved(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, *,
+    weights_after: Sequence[int] | None = None,
+) -> Schedule:
+    """Return a schedule of `_in_a_loop` with the groups and warm-ups of interleaved 1F1B.
 
-
-def _interleaved_warmups(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[int]:
-    """Return each rank's forwards before its first backward: as many as it has time for until a gradient arrives."""
+    The last rank sends the activations of a group to the first rank before that receives them, as it runs the whole
+    group on its stage before. With more than P micro-batches in a group, several are in flight once the first rank
+    also runs backwards: in each group but the first.
+    """
     if stages_per_rank == 1:
-        return [*reversed(range(num_ranks))]
-    first_stages = (stages_per_rank - 1) * _group_size(num_ranks, num_microbatches)
-    return [2 * ranks_below + first_stages for ranks_below in reversed(range(num_ranks))]
+        warmups = [*reversed(range(num_ranks))]
+        return _in_a_loop(name, num_ranks, num_microbatches, warmups, weights_after=weights_after)
+    group_sizes = _group_sizes(num_ranks, num_microbatches)
+    first_stages = (stages_per_rank - 1) * group_sizes[0]
+    # As many forwards as a rank has time for until a gradient arrives.
+    warmups = [2 * ranks_below + first_stages for ranks_below in reversed(range(num_ranks))]
+    schedule = _in_a_loop(
+        name, num_ranks, num_microbatches, warmups, stages_per_rank=stages_per_rank, group_sizes=group_sizes,
+        weights_after=weights_after,
+    )
+    in_flight = 1 if len(group_sizes) == 1 else group_sizes[0] - num_ranks + 1
+    return replace(schedule, messages_in_flight=in_flight)
+
+
+def _group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Return the numbers of micro-batches that pass through all stages of a rank before the next ones.
+
+    There are as many groups as have P micro-batches each, or one. The surplus is divided among them, in the first ones.
+
+    Example: 4 ranks have 14 micro-batches in groups of 5, 5 and 4.
+    """
+    num_groups = max(1, num_microbatches // num_ranks)
+    size, num_larger = divmod(num_microbatches, num_groups)
+    return [size + 1] * num_larger + [size] * (num_groups - num_larger)
 
 
 def _in_a_loop(
     name: str, num_ranks: int, num_microbatches: int, warmups: Sequence[int], *, stages_per_rank: int = 1,
-    weights_after: Sequence[int] | None = None,
+    group_sizes: Sequence[int] | None = None, weights_after: Sequence[int] | None = None,
 ) -> Schedule:
     """Return a schedule with stage s on rank s % P, in which forwards and backwards take turns after a warm-up.
 
@@ -331,16 +347,17 @@ def _in_a_loop(
         num_microbatches: number of micro-batches.
         warmups: for each rank, the number of forwards before they take turns with backwards.
         stages_per_rank: number of stages of a rank.
+        group_sizes: numbers of micro-batches that pass through all stages of a rank before the next ones. Default: one
+            group of all.
         weights_after: for each rank, how many further backwards it runs between a backward and its weight gradients.
             Default: backwards are not split.
     """
-    group_size = _group_size(num_ranks, num_microbatches)
-    visits = [  # index among the rank's stages, micro-batch
-        (local_stage, group_start + i)
-        for group_start in range(0, num_microbatches, group_size)
-        for local_stage in range(stages_per_rank)
-        for i in range(group_size)
-    ]
+    visits: list[tuple[int, int]] = []  # index among the rank's stages, micro-batch
+    group_start = 0
+    for group_size in group_sizes or [num_microbatches]:
+        group = range(group_start, group_start + group_size)
+        visits += product(range(stages_per_rank), group)
+        group_start += group_size
     kind: Kind = "B" if weights_after is None else "I"
     ranks = []
     for rank, warmup in enumerate(warmups):
@@ -354,7 +371,7 @@ def _in_a_loop(
         actions += backwards[max(0, len(forwards) - warmup) :]
         if weights_after is not None:
             actions = _with_weights(actions, weights_after[rank])
-        ranks.append(first_microbatches([(action,) for action in actions], num_microbatches))
+        ranks.append(tuple((action,) for action in actions))
     placement = tuple(range(num_ranks)) * stages_per_rank
     return Schedule(name, num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
 

@@ -9,9 +9,9 @@ to tell messages apart. Activations and gradients are separate streams because D
 the order in which they were sent: rank 0 sends an activation and then a gradient to rank 1, which receives the gradient
 first.
 
-Receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time a message is received. A
-step receives all its messages, then computes, then sends. `validate` proves that this is free of deadlocks even if each
-send blocks until its receive is posted. An engine must post at least these receives.
+A step receives all its messages, then computes, then sends. `validate` proves that this is free of deadlocks even if a
+send blocks while `Schedule.messages_in_flight` earlier messages of its stream are not received. An engine must hold at
+least so many, in receives that are posted ahead and in sends that it does not wait for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from dualpipe.schedule.types import Action, Schedule, Step
-
-RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
 MessageStream = tuple[int, int, str]  # source rank, destination rank, kind of message
 # Key of the result of an action: kind, stage that computes it, micro-batch. The kind is "F" for an activation, "B" for

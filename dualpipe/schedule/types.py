@@ -75,6 +75,9 @@ class Schedule:
         ranks: steps of each rank, in order; `ranks[r]` belongs to rank r.
         placement: rank of each stage. If empty, each stage is placed on the rank that has most of its actions, or on
             rank -1 if it has no actions, so that a schedule written by hand needs no placement.
+        messages_in_flight: number of messages from one rank to another, of activations or of gradients, that may be
+            sent before they are received. A further send waits. Most schedules need only one; a schedule in which ranks
+            would then wait for each other forever needs more. The engine keeps a copy of each.
 
     Raises:
         ScheduleError: a step is not a tuple of actions.
@@ -86,6 +89,7 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Step, ...], ...]
     placement: tuple[int, ...] = field(default=(), repr=False)
+    messages_in_flight: int = 1
 
     def __post_init__(self) -> None:
         ranks = tuple(tuple(steps) for steps in self.ranks)
@@ -136,11 +140,11 @@ class Schedule:
         return "".join(",".join(row) + "\n" for row in rows)
 
     @staticmethod
-    def from_torch_csv(text: str, name: str = "csv") -> Schedule:
+    def from_torch_csv(text: str, name: str = "csv", *, messages_in_flight: int = 1) -> Schedule:
         """Parse the CSV that `to_torch_csv` writes. Empty cells are idle time.
 
         The schedule has stages and micro-batches up to the highest that occurs in the cells. It is not validated; call
-        `validate` to find out if it can be run.
+        `validate` to find out if it can be run. `messages_in_flight` is that of `Schedule`; the CSV does not have it.
 
         Raises:
             ScheduleError: a cell is malformed (the message names row and cell), or the CSV has no actions.
@@ -156,7 +160,9 @@ class Schedule:
         if num_stages > len(actions):  # checked before memory is allocated for every stage
             raise ScheduleError(f"schedule {name!r}: stage {num_stages - 1} among only {len(actions)} actions; number "
                                 "the stages from 0 without gaps")
-        return Schedule(name, len(ranks), num_stages, 1 + max(action.microbatch for action in actions), ranks)
+        num_microbatches = 1 + max(action.microbatch for action in actions)
+        return Schedule(
+            name, len(ranks), num_stages, num_microbatches, ranks, messages_in_flight=messages_in_flight)
 
 
 def _read_cell(cell: str, row: int, column: int) -> Step:

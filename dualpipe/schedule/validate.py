@@ -12,7 +12,6 @@ from itertools import chain, islice
 from typing import NoReturn, cast
 
 from dualpipe.schedule.messages import (
-    RECEIVE_AHEAD,
     Message,
     MessageStream,
     Result,
@@ -37,7 +36,7 @@ def validate(schedule: Schedule) -> None:
     - each (stage, micro-batch) has one "F", one of "B" or "I", and one "W" if and only if it has an "I";
     - each action is on the rank that owns its stage, after everything that it needs;
     - between two ranks, activations are received in the order in which they are sent, and so are gradients;
-    - no rank waits forever, even if a send blocks until its receive is posted (see `messages.RECEIVE_AHEAD`).
+    - no rank waits forever, even if a send blocks while `messages_in_flight` messages of its stream are not received.
     """
     _check_sizes(schedule)
     kinds_run = [[""] * schedule.num_microbatches for _ in range(schedule.num_stages)]  # by stage, then micro-batch
@@ -69,9 +68,9 @@ def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
 
 
 def _check_sizes(schedule: Schedule) -> None:
-    """Check the numbers of ranks, stages and micro-batches, and that every stage is placed on a rank."""
+    """Check the numbers of ranks, stages, micro-batches and messages, and that every stage is placed on a rank."""
     name = f"schedule {schedule.name!r}"
-    for field in ("num_ranks", "num_stages", "num_microbatches"):
+    for field in ("num_ranks", "num_stages", "num_microbatches", "messages_in_flight"):
         size = getattr(schedule, field)
         if not isinstance(size, int) or size < 1:
             raise ScheduleError(f"{name}: {field} is {size!r}; it must be an integer of 1 or more")
@@ -169,7 +168,7 @@ def _check_messages(schedule: Schedule) -> None:
     def try_move(rank: int, stream: MessageStream) -> bool:
         """Receive from the stream if `rank` is its destination, else send; False if that has to wait."""
         is_receive = stream[1] == rank
-        if in_flight[stream] == (0 if is_receive else RECEIVE_AHEAD):
+        if in_flight[stream] == (0 if is_receive else schedule.messages_in_flight):
             return False
         in_flight[stream] += -1 if is_receive else 1
         return True

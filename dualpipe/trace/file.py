@@ -83,7 +83,8 @@ class Trace:
             raise ValueError("the trace holds no step of training by a whole pipeline; trace one, on all of its ranks")
         ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in content["ranks"])
         placement = tuple(content["placement"])
-        schedule = Schedule(content["name"], len(ranks), len(placement), content["num_microbatches"], ranks, placement)
+        schedule = Schedule(content["name"], len(ranks), len(placement), content["num_microbatches"], ranks, placement,
+                            content["messages_in_flight"])
         validate(schedule)
         return schedule
 

@@ -36,12 +36,14 @@ class PipelinePlace(NamedTuple):
         members: global ranks of the pipeline.
         schedule: name of the schedule.
         placement: index of the rank of each stage.
+        messages_in_flight: as in `Schedule`.
     """
 
     place: int
     members: tuple[int, ...]
     schedule: str
     placement: tuple[int, ...]
+    messages_in_flight: int
 
 
 class Clock(NamedTuple):
@@ -350,5 +352,6 @@ def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str
         "name": first_rank["schedule"],
         "num_microbatches": len(microbatches),
         "placement": first_rank["placement"],
+        "messages_in_flight": first_rank["messages_in_flight"],
         "ranks": [[";".join(item.args["actions"]) for item in run] for run in longest_runs],
     }

@@ -1,6 +1,7 @@
 """Losses, outputs and gradients of the pipelined model equal those of the unpipelined one."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from dualpipe import Compute, DualPipeV, Pipeline, PipelineError
 from dualpipe.nn import defer_weight_grads
+from dualpipe.pipeline import p2p
 from ranks import run_ranks
 from schedules import SCHEDULES
 from toys import (
@@ -73,6 +75,18 @@ def all_sizes(rank, world, names, dtype, numbers):
 def test_every_schedule_and_number_of_microbatches(world):
     numbers = [*range(1, 2 * world + 2), 3 * world]  # the steady state comes at 2 * world
     for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, numbers):
+        assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
+
+
+def with_fewest_sends(rank, world, num_chunks):
+    """Return the largest errors where a rank waits for each send that the schedule allows it to wait for."""
+    with mock.patch.object(p2p, "SENDS_IN_FLIGHT", 0):
+        return all_sizes(rank, world, ("interleaved_1f1b", "interleaved_zb"), torch.float64, [num_chunks])
+
+
+@pytest.mark.parametrize("world, num_chunks", [(2, 5), (3, 7), (4, 10), pytest.param(4, 11, marks=pytest.mark.slow)])
+def test_schedules_with_several_messages_in_flight(world, num_chunks):
+    for worst in run_ranks(with_fewest_sends, world, world, num_chunks):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 

@@ -1,6 +1,7 @@
 """Schedules that nobody built by name: pairs of any kinds, any placement, and DeepSeek's own overlap hook."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,19 +24,16 @@ def merge_random_pairs(schedule: Schedule, seed: int) -> Schedule:
             if len(steps[i]) == len(steps[i + 1]) == 1 and rng.random() < 0.7:
                 merged = [*steps[:i], (*steps[i], *steps[i + 1]), *steps[i + 2 :]]
                 try:
-                    candidate = Schedule(
-                        "by hand", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
-                        tuple(map(tuple, [*ranks[:rank], merged, *ranks[rank + 1 :]])), schedule.placement,
+                    candidate = replace(
+                        schedule, name="by hand",
+                        ranks=tuple(map(tuple, [*ranks[:rank], merged, *ranks[rank + 1 :]])),
                     )
                     validate(candidate)
                     steps[:] = merged
                 except ScheduleError:
                     pass
             i += 1
-    return Schedule(
-        "by hand", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
-        tuple(map(tuple, ranks)), schedule.placement,
-    )
+    return replace(schedule, name="by hand", ranks=tuple(map(tuple, ranks)))
 
 
 def kinds_of_pairs(schedule):

@@ -1,8 +1,10 @@
 """Known schedules: their orders by hand and as torch has them, their times and their memory."""
 
+from dataclasses import replace
+
 import pytest
 
-from dualpipe.schedule import Costs, Schedule, build, simulate, validate
+from dualpipe.schedule import Costs, Schedule, ScheduleError, build, simulate, validate
 from schedules import SCHEDULES
 from searches import overlapped
 
@@ -65,7 +67,8 @@ def test_1f1b_is_the_order_of_torch(num_ranks, num_microbatches):
             assert kinds == [action.computation_type.value for action in actions]
 
 
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 2), (4, 8), (4, 16), (8, 24), (2, 3), (4, 5), (8, 15)])
+@pytest.mark.parametrize("num_ranks, num_microbatches", [
+    (2, 2), (4, 8), (4, 16), (8, 24), (2, 3), (4, 5), (8, 15), (4, 3), (3, 8), (4, 10), (8, 20)])
 def test_interleaved_1f1b_is_the_order_of_torch_where_torch_has_one(num_ranks, num_microbatches):
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
@@ -99,10 +102,24 @@ def test_every_size_is_valid(name, num_ranks):
         validate(build(name, num_ranks, num_microbatches))
 
 
-@pytest.mark.parametrize("size, makespan, activations", [((8, 9), 75, 18), ((4, 5), 39, 10), ((4, 10), 73, 11)])
-def test_known_times_of_interleaved_1f1b_for_no_multiple_of_the_ranks(size, makespan, activations):
-    timeline = simulate(build("interleaved_1f1b", *size), Costs(F=1, B=2))
+@pytest.mark.parametrize("size, makespan, activations, in_flight", [
+    ((8, 9), 75, 18, 1), ((4, 5), 39, 10, 1), ((4, 10), 69, 12, 2), ((3, 7), 48, 9, 2), ((4, 13), 87, 12, 2),
+    ((8, 20), 141, 25, 3),
+])
+def test_known_times_of_interleaved_1f1b_for_no_multiple_of_the_ranks(size, makespan, activations, in_flight):
+    schedule = build("interleaved_1f1b", *size)
+    timeline = simulate(schedule, Costs(F=1, B=2))
     assert timeline.makespan == makespan and max(timeline.peak_activations) == activations
+    assert schedule.messages_in_flight == in_flight
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "interleaved_zb"])
+def test_interleaved_schedules_have_no_more_messages_in_flight_than_they_need(name):
+    for num_ranks, num_microbatches in ((2, 5), (3, 8), (4, 11), (4, 13), (8, 23), (8, 25)):
+        schedule = build(name, num_ranks, num_microbatches)
+        assert schedule.messages_in_flight > 1
+        with pytest.raises(ScheduleError, match="deadlock"):
+            validate(replace(schedule, messages_in_flight=schedule.messages_in_flight - 1))
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 3, 4])

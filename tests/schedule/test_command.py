@@ -32,7 +32,7 @@ def test_table_and_timeline(capsys):
         ["dualpipev", "8", "66", "1.000", "9.1%", "9", "9"],
         ["zbv", "8", "63", "0.955", "4.8%", "8", "8"],
         ["1f1b", "4", "78", "1.182", "23.1%", "8", "8"],
-        ["interleaved_1f1b", "8", "73", "1.106", "17.8%", "11", "11"],
+        ["interleaved_1f1b", "8", "69", "1.045", "13.0%", "12", "12"],
     ]
     assert "4 stages" in out[5] and "2 times" in out[5], "how 1f1b is compared"
     assert [line[:6] for line in out[7:12]] == ["time 0", "rank 0", "rank 1", "rank 2", "rank 3"]

@@ -6,6 +6,7 @@ An independent reading agrees on thousands of mutations.
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_what_is_no_step_is_refused(step):
 def test_blocking_sends_that_wait_for_each_other(ahead):
     """Rank 0 of a V on two ranks sends `ahead` gradients while rank 1 sends it `ahead` activations.
 
-    One receive is posted ahead, so a second message on either side would wait for the other forever.
+    One message of a stream may be in flight, so a second one on either side would wait for the other forever.
     """
     first, then = range(ahead), range(ahead, 2 * ahead)
     rank0 = [f"{stage}F{m}" for m in first for stage in (0, 3)] + [f"0F{m}" for m in then]
@@ -119,6 +120,13 @@ def test_blocking_sends_that_wait_for_each_other(ahead):
         "rank 0 waits at step 7 to send the gradient of micro-batch 1 for stage 2 (rank 0 to 1); "
         "rank 1 waits at step 7 to send the activation of micro-batch 3 for stage 3 (rank 1 to 0)"
     )
+    validate(replace(crossing, messages_in_flight=2))
+
+
+@pytest.mark.parametrize("number", [0, 1.0, None])
+def test_a_number_of_messages_in_flight_that_is_none(number):
+    with pytest.raises(ScheduleError, match=f"messages_in_flight is {number}; it must be an integer of 1 or more"):
+        validate(replace(schedule(*GOOD), messages_in_flight=number))
 
 
 def test_messages_that_arrive_in_another_order():
@@ -146,7 +154,7 @@ def plain(schedule: Schedule) -> list[list[list[list]]]:
 def accepts(ranks, base: Schedule) -> bool:
     steps = tuple(tuple(tuple(Action(*a) for a in step) for step in steps) for steps in ranks)
     try:
-        validate(Schedule("m", base.num_ranks, base.num_stages, base.num_microbatches, steps, base.placement))
+        validate(replace(base, name="m", ranks=steps))
     except ScheduleError as error:
         assert "rank" in str(error)
         return False
@@ -167,7 +175,7 @@ def check_mutations(seed: int, count: int) -> Counter:
             if any(ranks):
                 mutate(rng, ranks)
         frozen = [[[tuple(a) for a in step] for step in steps] for steps in ranks]
-        legal = is_legal(frozen, base.placement, base.num_microbatches)
+        legal = is_legal(frozen, base.placement, base.num_microbatches, base.messages_in_flight)
         assert accepts(ranks, base) == legal, (base, chosen, frozen)
         for mutate in chosen if len(chosen) == 1 else ():
             outcomes[mutate, legal] += ranks != plain(base)

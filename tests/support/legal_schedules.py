@@ -9,10 +9,8 @@ from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-UNTAKEN = 1  # messages of a stream that may be under way
 
-
-def is_legal(ranks, owners, num_microbatches) -> bool:
+def is_legal(ranks, owners, num_microbatches, messages_in_flight=1) -> bool:
     """ranks: per rank, its steps of one or two actions; owners[s]: the rank of stage s."""
     places = [(action, rank, i) for rank, steps in enumerate(ranks) for i, step in enumerate(steps) for action in step]
     if any(len(step) not in (1, 2) for steps in ranks for step in steps):
@@ -21,7 +19,7 @@ def is_legal(ranks, owners, num_microbatches) -> bool:
         return False
     if any(owners[stage] != rank for (_, stage, _), rank, _ in places):
         return False
-    graph, sent, taken = waits(ranks, owners, {action: (rank, i) for action, rank, i in places})
+    graph, sent, taken = waits(ranks, owners, {action: (rank, i) for action, rank, i in places}, messages_in_flight)
     if sent != taken:
         return False
     try:
@@ -62,7 +60,7 @@ def target(action, owners):
     return ("F" if kind == "F" else "B", to, mb), owners[to]
 
 
-def waits(ranks, owners, where):
+def waits(ranks, owners, where, messages_in_flight):
     """node -> the nodes that it waits for; the messages of each stream as they are sent, and as they are taken."""
     graph, sent, taken = defaultdict(set), defaultdict(list), defaultdict(list)
     for rank, steps in enumerate(ranks):
@@ -89,6 +87,6 @@ def waits(ranks, owners, where):
         for earlier, later in pairwise(program):
             graph[later].add(earlier)
     for stream, messages in sent.items():
-        for n, message in enumerate(messages[UNTAKEN:]):
+        for n, message in enumerate(messages[messages_in_flight:]):
             graph["send", message].add(("take", taken[stream][n]))
     return graph, sent, taken

@@ -81,7 +81,7 @@ def played(
     }
     steps = [[";".join(map(str, step)) for step in row] for row in schedule.ranks]
     given = {"name": schedule.name, "num_microbatches": schedule.num_microbatches, "placement": schedule.placement,
-             "ranks": steps}
+             "messages_in_flight": schedule.messages_in_flight, "ranks": steps}
     return Trace(slices, [(0, MS, 2**20)], {"ranks": ranks, "schedule": given, "loads": loads or {}})
 
 

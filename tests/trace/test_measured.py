@@ -12,7 +12,8 @@ def two_ranks(rows):
     slices = [Slice(rank, COMMUNICATION if "ranks" in more else COMPUTE, kind, name, start * MS, end * MS, more)
               for rank, kind, name, start, end, more in rows]
     ranks = {f"{rank}": {"name": f"rank {rank}", "place": 0, "members": [rank], "clock_error_us": 0} for rank in (0, 1)}
-    schedule = {"name": "1f1b", "num_microbatches": 1, "placement": [0], "ranks": [["0F0", "0B0"]]}
+    schedule = {"name": "1f1b", "num_microbatches": 1, "placement": [0], "messages_in_flight": 1,
+                "ranks": [["0F0", "0B0"]]}
     return Measured(Trace(slices, [], {"ranks": ranks, "schedule": schedule, "loads": {}}))
 
 

@@ -142,7 +142,7 @@ def test_of_many_messages_the_fastest_one_tells_the_clock():
         tensors[0].fill_(now[0] + OFFSET)
         return pass_by()
 
-    place = tracer.PipelinePlace(1, (0, 1), "1f1b", (0, 1))
+    place = tracer.PipelinePlace(1, (0, 1), "1f1b", (0, 1), 1)
     with Recorder().activate(), mock.patch.object(tracer, "perf_counter_ns", lambda: now[0]):
         taken = tracer.Tracer("", None, torch.device("cpu"), place, int)
         taken._group, taken._ranks = SimpleNamespace(send=send, recv=receive), SimpleNamespace(size=2, rank=1)

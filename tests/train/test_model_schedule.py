@@ -12,7 +12,7 @@ import pytest
 import dualpipe.runtime.ranks.rank_sync
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.schedule import build, validate
+from dualpipe.schedule import build, simulate, validate
 from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.train import step
 from dualpipe.train.config.schema import ParallelConfig
@@ -83,6 +83,9 @@ def test_alone_and_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = step.build_schedule(auto(pp=2, schedule_memory=3.0), 5)
     assert found == build("auto", 2, 5, memory=3.0)
+    by_rank = step.build_schedule(auto(pp=2, schedule_memory=(2.0, 3.0)), 5)
+    assert by_rank == build("auto", 2, 5, memory=(2.0, 3.0))
+    assert simulate(by_rank).memory_by_rank[0] == 2
     named = ParallelConfig(pp=2, schedule="zbv")
     assert step.build_schedule(named, 5) == build("zbv", 2, 5)
     with pytest.raises(ValueError, match=r"memory is 1\.0; give stage activations, 2 or more"):

@@ -21,7 +21,7 @@ from random import Random
 from typing import NamedTuple
 
 from dualpipe.schedule.building_blocks import RankOrder, Work
-from dualpipe.schedule.messages import RECEIVE_AHEAD, MessageStream, play, required_input, result, sent_message
+from dualpipe.schedule.messages import MessageStream, play, required_input, result, sent_message
 from dualpipe.schedule.simulate import FREES, Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step
 from dualpipe.schedule.validate import independent
@@ -29,8 +29,6 @@ from dualpipe.schedule.validate import independent
 EVENLY = 0.02  # weight of the ranks' mean end time in the score, which decides between orders of the same makespan
 COOLING = 50.0  # ratio of the first to the last temperature
 NOT_YET = -1.0  # time of a result that is not computed
-
-assert RECEIVE_AHEAD == 1, "`plays` allows one message in flight per stream"
 
 Key = tuple[Kind, int, int]  # kind, stage and micro-batch of an action
 
@@ -227,15 +225,24 @@ def with_steps(schedule: Schedule, ranks: Sequence[Sequence[TimedStep]]) -> Sche
     return replace(schedule, ranks=tuple(tuple(timed.step for timed in steps) for steps in ranks))
 
 
-def plays(ranks: Sequence[Sequence[TimedStep]]) -> bool:
-    """Return True if every stream is received in order and no rank waits forever with blocking sends."""
-    in_flight: dict[MessageStream, int | None] = {}  # number of the result that each stream carries
+def plays(ranks: Sequence[Sequence[TimedStep]], messages_in_flight: int) -> bool:
+    """Return True if every stream is received in order and no rank waits forever with blocking sends.
+
+    messages_in_flight: as in `Schedule`.
+    """
+    in_flight: defaultdict[MessageStream, deque[int]] = defaultdict(deque)  # numbers of the results that are sent
 
     def try_move(_: int, message: tuple[bool, MessageStream, int]) -> bool:
         is_receive, stream, number = message
-        if in_flight.get(stream) != (number if is_receive else None):
-            return False
-        in_flight[stream] = None if is_receive else number
+        sent = in_flight[stream]
+        if is_receive:
+            if not sent or sent[0] != number:
+                return False
+            sent.popleft()
+        else:
+            if len(sent) == messages_in_flight:
+                return False
+            sent.append(number)
         return True
 
     return not any(play([chain.from_iterable(step.messages for step in steps) for steps in ranks], try_move))
@@ -375,10 +382,11 @@ def anneal(
     """
     timing = Timing(start, costs, memory)
     random = Random(seed)
+    in_flight = start.messages_in_flight
     orders = orders_of(start)
     first_ranks = timing.ranks(orders) or []
     times = timing.times(first_ranks)
-    assert first_ranks and times is not None and plays(first_ranks), "annealing starts from a valid order"
+    assert first_ranks and times is not None and plays(first_ranks, in_flight), "annealing starts from a valid order"
     score = times.score()
     best_score = score
     best_ranks = first_ranks
@@ -394,7 +402,7 @@ def anneal(
         if changed is None:
             continue
         changed_score = changed.score()
-        if changed_score > limit or not plays(changed.ranks):
+        if changed_score > limit or not plays(changed.ranks, in_flight):
             continue
         times = changed
         score = changed_score

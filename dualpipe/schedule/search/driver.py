@@ -50,7 +50,7 @@ SQUEEZE_CHANGES = 50  # changes that take as long as to squeeze an order once
 HEAT = 0.03  # first temperature, as a fraction of the mean cost of a forward or backward
 MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batches if there are more
 MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing
-VERSION = 2  # of the search; cached results of other versions are not used
+VERSION = 3  # of the search; cached results of other versions are not used
 
 WORKER_PROGRAM = "from dualpipe.schedule.search.driver import work; work()"
 
@@ -284,7 +284,8 @@ def read_cached(key: str) -> Schedule | None:
         content = json.loads(_cache_path(key).read_text(encoding="utf-8"))
         ranks = tuple(tuple(tuple(map(Action.read, step)) for step in steps) for steps in content["ranks"])
         placement = tuple(content["placement"])
-        schedule = Schedule("auto", len(ranks), len(placement), content["num_microbatches"], ranks, placement)
+        schedule = Schedule("auto", len(ranks), len(placement), content["num_microbatches"], ranks, placement,
+                            content["messages_in_flight"])
         validate(schedule)
         return schedule
     return None
@@ -298,6 +299,7 @@ def write_cached(key: str, schedule: Schedule) -> None:
     content = {
         "placement": schedule.placement,
         "num_microbatches": schedule.num_microbatches,
+        "messages_in_flight": schedule.messages_in_flight,
         "ranks": [[[*map(str, step)] for step in steps] for steps in schedule.ranks],
     }
     with suppress(OSError, RuntimeError):

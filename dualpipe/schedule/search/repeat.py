@@ -70,7 +70,7 @@ def _extended_times(
     orders = [order[:end] + order[start:end] * (num_repeats - 1) + order[start:]
               for order, (start, end) in zip(orders_of(schedule), windows)]
     ranks = timing.ranks(orders)
-    return timing.times(ranks) if ranks and plays(ranks) else None
+    return timing.times(ranks) if ranks and plays(ranks, schedule.messages_in_flight) else None
 
 
 def _windows(order: RankOrder, size: int) -> Iterator[Window]:

@@ -45,7 +45,7 @@ class _Starts:
         """Time the orders, and keep them if they can be run."""
         ranks = self.timing.ranks(orders)
         times = self.timing.times(ranks) if ranks is not None else None
-        if ranks is not None and times is not None and plays(ranks):
+        if ranks is not None and times is not None and plays(ranks, self.timing.schedule.messages_in_flight):
             self.results[repr(orders)] = _Start(times.score(), orders, policy)
 
     def best(self) -> list[_Start]:

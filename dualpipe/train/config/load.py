@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
 from dualpipe.runtime.errors import nearest
@@ -95,8 +95,12 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
 
 
 def _check_schedule_options(parallel: ParallelConfig) -> None:
-    """Raise ValueError if a setting of the schedule "auto" is set for another one, which would not use it."""
+    """Raise ValueError if a setting of the schedule "auto" is set for another one, or for another number of ranks."""
+    memory = parallel.schedule_memory
     if parallel.schedule == AUTO:
+        if isinstance(memory, tuple) and len(memory) != parallel.pp:
+            raise ValueError(f"parallel.schedule_memory has {len(memory)} numbers, and parallel.pp is {parallel.pp}; "
+                             "give one number, or one for each pipeline rank")
         return
     for name in ("schedule_costs", "schedule_memory"):
         value = getattr(parallel, name)
@@ -145,17 +149,22 @@ class Kind(NamedTuple):
     base: type of a value, or of each element of a list: bool, int, float, str, or the class of a table.
     choices: the valid values; empty: all of the type.
     nargs: number of elements of a list, as argparse has it; None: the value is not a list.
+    or_one: True if one element alone is a value too, instead of a list.
     optional: True if None is a value too.
     """
 
     base: type
     choices: tuple[str, ...] = ()
     nargs: int | str | None = None
+    or_one: bool = False
     optional: bool = False
 
     @classmethod
     def of(cls, annotation: Any) -> Kind:
-        """Read an annotation: a dataclass, a scalar type, a Literal, a tuple of these, or one of these with None."""
+        """Read an annotation: a dataclass, a scalar type, a Literal, a tuple of these, or one of these with None.
+
+        A scalar type with a tuple of it is a list or one element.
+        """
         origin = get_origin(annotation)
         if origin is None:
             return cls(annotation)
@@ -163,7 +172,9 @@ class Kind(NamedTuple):
         if origin is Literal:
             return cls(str, choices=arguments)
         if origin in (UnionType, Union):
-            return cls.of(arguments[0])._replace(optional=True)
+            if arguments[1] is NoneType:
+                return cls.of(arguments[0])._replace(optional=True)
+            return cls.of(arguments[1])._replace(or_one=True)
         return cls.of(arguments[0])._replace(nargs=_ANY_NUMBER if arguments[-1] is ... else len(arguments))
 
     @property
@@ -177,7 +188,8 @@ class Kind(NamedTuple):
         noun = _NOUNS.get(self.base, "table")
         if self.nargs is None:
             return noun
-        return f"list of {noun}s" if self.nargs == _ANY_NUMBER else f"list of {self.nargs} {noun}s"
+        list_noun = f"list of {noun}s" if self.nargs == _ANY_NUMBER else f"list of {self.nargs} {noun}s"
+        return f"{noun} or {list_noun}" if self.or_one else list_noun
 
     @property
     def expected(self) -> str:
@@ -233,9 +245,12 @@ def _convert(kind: Kind, value: Any, where: str) -> Any:
     """
     if value is None and kind.optional:
         return None
-    if kind.nargs is not None:
+    if kind.or_one and not isinstance(value, list):
+        with suppress(ValueError):
+            return _convert(kind._replace(nargs=None, or_one=False), value, where)
+    elif kind.nargs is not None:
         if isinstance(value, list) and kind.nargs in (_ANY_NUMBER, len(value)):
-            element_kind = kind._replace(nargs=None)
+            element_kind = kind._replace(nargs=None, or_one=False)
             return tuple(_convert(element_kind, element, where) for element in value)
     elif kind.is_table:
         return _convert_table(kind.base, value, where)
@@ -368,7 +383,8 @@ def _read_text(kind: Kind, text: Any) -> Any:
     text: a list of texts for a list.
     """
     if kind.nargs is not None:
-        return [_read_text(kind._replace(nargs=None), element) for element in text]
+        elements = [_read_text(kind._replace(nargs=None), element) for element in text]
+        return elements[0] if kind.or_one and len(elements) == 1 else elements
     if kind.optional and text == "None":
         return None
     if kind.is_table:

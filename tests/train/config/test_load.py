@@ -209,11 +209,29 @@ def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
         (["--dtypes.rules", "a,compute=fp32,compute=bf16"], "gives compute twice"),
         (["--parallel.schedule_costs", "F=1"], "parallel.schedule_costs = 'F=1' .* 'dualpipev'"),
         (["--parallel.schedule", "zbv", "--parallel.schedule_memory", "4"], "parallel.schedule_memory = 4.0"),
+        (["--parallel.schedule", "zbv", "--parallel.schedule_memory", "4", "5"], "memory = .4.0, 5.0. is for"),
+        (["--parallel.schedule", "auto", "--parallel.pp", "3", "--parallel.schedule_memory", "4", "5"],
+         "parallel.schedule_memory has 2 numbers, and parallel.pp is 3; give one number, or one for each pipeline"),
+        (["--parallel.schedule", "auto", "--parallel.schedule_memory"], "parallel.schedule_memory has 0 numbers"),
+        (["--parallel.schedule_memory", "x"], "= 'x' has the wrong type; it must be a number or list of numbers"),
+        (["--parallel.schedule_memory", "4", "x"], "= 'x' has the wrong type; it must be a number"),
+        (["--parallel.schedule_memory", "4", "-5"], "parallel.schedule_memory = .4.0, -5.0.: must not be negative"),
     ],
 )
 def test_refuses_bad_options(toml, options, message):
     with pytest.raises(ValueError, match=message):
         load_config(toml(), options)
+
+
+@pytest.mark.parametrize("value", [5.0, (5.0, 4.5)])
+def test_memory_of_all_pipeline_ranks_or_of_each(toml, value):
+    numbers = value if isinstance(value, tuple) else (value,)
+    by_option = load_config(
+        toml(), ["--parallel.schedule", "auto", "--parallel.schedule_memory", *map(str, numbers)])
+    setting = f'schedule = "auto"\nschedule_memory = {json.dumps(value)}'
+    by_file = load_config(toml(GOOD.replace("pp = 2", f"pp = 2\n{setting}")))
+    assert by_option.parallel.schedule_memory == by_file.parallel.schedule_memory == value
+    assert recorded_config(json.loads(json.dumps(asdict(by_file)))) == by_file
 
 
 def test_of_a_single_value_given_twice_the_last_counts(toml):
