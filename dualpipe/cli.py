@@ -205,7 +205,7 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
     from dualpipe.plan.counted_stages import uncounted_layers
-    from dualpipe.plan.memory import approximations, check_run, estimate, table
+    from dualpipe.plan.memory import approximations, check_run, describe_head, estimate, table
     from dualpipe.runtime import device as cuda
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model
@@ -221,11 +221,12 @@ def _memory(args: argparse.Namespace) -> None:
         config = replace_field(config, "parallel", "device", "cpu")
     model = read_model(config).config
     check_run(config, model)
-    check_optimizer(config.optimizer, model)
+    check_optimizer(config.optimizer, model, config.lora)
     if is_on_cpu:
         print("for the CPU, as torch finds no CUDA device here; --parallel.device cuda estimates GPUs", file=sys.stderr)
     memory = estimate(config, model)
-    for line in (*table(memory, config.memory.capacity), *uncounted_layers(model), *approximations(config)):
+    notes = (*describe_head(config, model), *uncounted_layers(model), *approximations(config))
+    for line in (*table(memory, config.memory.capacity), *notes):
         print(line)
     if args.timeline:
         ranks = memory_timeline.timeline(config, model)

@@ -204,6 +204,38 @@ def _check_arguments(
                              "denominator.detach()")
 
 
+def cross_entropy_with_grad_(
+    logits: Tensor, labels: Tensor, scale: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
+) -> Tensor:
+    """Overwrite logits with the gradient of their scaled cross-entropy, and return the summed loss, a scalar.
+
+    For a caller that computes logits part by part, and needs their gradient at once. It is not differentiable itself.
+
+    Args:
+        logits: (T, V), contiguous.
+        labels: (T,) int32 or int64, between 0 and V - 1 or `ignore_index`.
+        scale: factor of the gradients, a scalar in the dtype of the loss.
+        ignore_index: label of ignored rows, whose losses and gradients are 0.
+        z_loss: coefficient of the squared logsumexp that is added to the loss of every row that counts.
+
+    The loss is in at least float32, and not scaled.
+    """
+    if z_loss or not (use_triton(logits) or logits.is_meta):
+        return _write_gradient_reference(logits, labels, scale, ignore_index, z_loss)
+    loss, stats, _ = _cross_entropy(logits, labels, None, ignore_index, False, False)
+    _cross_entropy_backward_(logits, labels, stats, scale, ignore_index)
+    return loss
+
+
+def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a label outside of the vocabulary, on the CPU only: elsewhere the host would wait."""
+    if labels.is_cpu:
+        invalid = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))]
+        if invalid.numel():
+            raise ValueError(f"labels contain {invalid[0].item()}, expected numbers between 0 and {vocabulary - 1}, or "
+                             f"ignore_index={ignore_index}")
+
+
 @torch.library.custom_op("dualpipe::cross_entropy", mutates_args=())
 def _cross_entropy(
     logits: Tensor, labels: Tensor, denominator: Tensor | None, ignore_index: int, mean: bool, in_place: bool
@@ -213,10 +245,7 @@ def _cross_entropy(
     losses = logits.new_empty(logits.shape[:1], dtype=dtype)
     stats = logits.new_empty((logits.shape[0], 2), dtype=dtype)
     if not use_triton(logits):
-        invalid = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[1]))]
-        if invalid.numel():
-            raise ValueError(f"labels contain {invalid[0].item()}, expected numbers between 0 and "
-                             f"{logits.shape[1] - 1}, or ignore_index={ignore_index}")
+        check_labels(labels, logits.shape[1], ignore_index)
         reference_losses, reference_stats = cross_entropy_reference(logits, labels, ignore_index)
         losses.copy_(reference_losses)
         stats.copy_(reference_stats)
@@ -307,3 +336,29 @@ def cross_entropy_backward_reference(
     grad = (logits.to(stats.dtype) - top).exp_().div_(total)
     grad.scatter_add_(1, labels.unsqueeze(1).where(is_counted, 0).long(), -is_counted.to(grad.dtype))
     return grad.mul_(scale).where(is_counted, 0)
+
+
+def _write_gradient_reference(
+    logits: Tensor, labels: Tensor, scale: Tensor, ignore_index: int, z_loss: float
+) -> Tensor:
+    """Compute `cross_entropy_with_grad_` in PyTorch, in place: on float32 logits without a tensor of their size."""
+    is_counted = labels != ignore_index
+    rows = labels.where(is_counted, 0).long().unsqueeze(1)
+    x = logits.to(compute_dtype(logits))
+    chosen = x.gather(1, rows)
+    top = x.amax(1, keepdim=True)
+    top = top.where(top != -torch.inf, 0)
+    total = x.sub_(top).exp_().sum(1, keepdim=True)
+    lse = top + total.log()
+    losses = top - chosen + total.log()
+    softmax_scale = scale * is_counted.unsqueeze(1)
+    label_grad = -softmax_scale
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+        softmax_scale = softmax_scale * (1 + 2 * z_loss * lse)
+    x.mul_(softmax_scale / total).scatter_add_(1, rows, label_grad)
+    if not logits.is_cpu or not is_counted.all():  # rows that are ignored may hold infinities
+        x.masked_fill_(~is_counted.unsqueeze(1), 0)
+    if x is not logits:
+        logits.copy_(x)
+    return losses.squeeze(1).where(is_counted, 0).sum()

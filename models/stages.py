@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
@@ -25,7 +26,9 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.nn.init import seeded_normal_
+from dualpipe.nn.head import LinearHead
+from dualpipe.nn.init import local_part, seeded_normal_
+from dualpipe.nn.lora import initial_values
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
@@ -101,6 +104,7 @@ class Stage(nn.Module):
         self.recompute = Recompute()
         self.split = SequenceSplit()
         self._num_group_changes = 0  # changes of the groups that segments communicate over
+        self._applies_head = True  # False inside of `without_head`
         is_tied = last and config.tie_word_embeddings
         if first or (last and config.mtp_depth) or (is_tied and embedding is None):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -148,6 +152,20 @@ class Stage(nn.Module):
             return []
         owner = self.embed_tokens if hasattr(self, "embed_tokens") else self.lm_head
         return [cast(nn.Parameter, owner.weight)]
+
+    def linear_head(self) -> LinearHead | None:
+        """Return the head, for a pipeline that runs it in parts with the loss; None without a linear layer."""
+        head = getattr(self, "lm_head", None)
+        return LinearHead(head) if isinstance(head, nn.Linear) else None
+
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
+        self._applies_head = False
+        try:
+            yield
+        finally:
+            self._applies_head = True
 
     def compile_dense(self, **options: Any) -> None:
         """Compile attention and dense MLPs with `torch.compile(**options)`.
@@ -231,12 +249,17 @@ class Stage(nn.Module):
             hidden = tuple(f"hidden{depth}" for depth in range(len(predictions) + 1))
             segments.append(Compute(self._heads, hidden, input_names(len(hidden))))
         elif self.last:
-            segments.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
+            segments.append(Compute(lambda x_BSH: self._head(self.norm(x_BSH)), "x", "x"))
         return segments or [Compute(lambda x_BSH: x_BSH, "x", "x")]
 
     def _heads(self, *hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the logits of every prediction."""
-        return tuple(self.lm_head(x_BSH) for x_BSH in hidden)
+        return tuple(map(self._head, hidden))
+
+    def _head(self, x_BSH: Tensor) -> Tensor:
+        """Return logits (B, S, V); inside of `without_head` the hidden states."""
+        logits_or_x: Tensor = self.lm_head(x_BSH) if self._applies_head else x_BSH
+        return logits_or_x
 
     def _embed_ahead(self, depth: int, ahead_BSD: Tensor | None) -> Tensor:
         """Return the embeddings of the tokens `depth` + 1 places ahead."""
@@ -247,12 +270,16 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Initialize weights from N(0, initializer_range^2), norms to one and biases to zero.
+        """Initialize weights from N(0, initializer_range^2), norms to one, biases to zero, and adapters like peft.
 
         The values depend on the seed and on the name of a parameter alone, not on how the model is split or sharded.
         """
+        factors = initial_values(self, seed)
         for name, param in self.named_parameters():
-            if name.endswith("norm.weight"):
+            if name in factors:
+                local, part = local_part(param)
+                local.copy_(factors[name][part])
+            elif name.endswith("norm.weight"):
                 param.fill_(1.0)
             elif name.endswith(".bias"):
                 param.zero_()

@@ -40,6 +40,7 @@ SHORT = "--data.path text --train.steps 1 --train.sequence_length 16 --train.mic
 ONE_RANK = f"{SHORT} --parallel.pp 1 --train.num_chunks 1"
 FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu --train.compile False "
             "--train.dtype fp32 --train.num_chunks 2 --data.tokenizer bytes --output.dir out/hub")
+LORA = f"{ONE_RANK} --init.from_hf CHECKPOINT --data.chat False --data.tokenizer bytes --checkpoint.interval 1"
 TRAINED = {
     'dualpipe train examples/tiny-cpu.toml --train.dtype bf16 --dtypes.rules "*,gather=mxfp8"': ONE_RANK,
     "dualpipe train examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT --export.to_hf OUT": FROM_HUB,
@@ -61,6 +62,9 @@ TRAINED = {
         "--train.compile False --train.num_chunks 2 --mtp.last_steps 1 --data.tokenizer bytes --output.dir out/mtp",
     "dualpipe train examples/tiny-cpu.toml --model.config examples/tiny-cpu/deepseek-v3.json --mtp.weight 0.3":
         ONE_RANK,
+    "dualpipe train examples/lora-tiny.toml": LORA,
+    "dualpipe train examples/lora-tiny.toml --export.merged True --export.to_hf out/lora-tiny/merged":
+        f"{LORA} --output.dir out/lora-merged",
     "dualpipe parity examples/tiny-cpu.toml --pp 2 --ep 2": f"{SHORT} --pp 1 --ep 1",
     "dualpipe parity examples/tiny-cpu.toml --pp 2 --dtype bf16": f"{SHORT} --pp 1",
 }
@@ -143,10 +147,9 @@ def packages_exist(command):
     """Packages are in the environment of the tests, and extras in pyproject.toml."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     *_, package = shlex.split(command)
-    if package.startswith("."):
-        assert set(package.removeprefix(".[").removesuffix("]").split(",")) <= extras.keys()
-    else:
-        assert find_spec(package)
+    name, _, wanted = package.removesuffix("]").partition("[")
+    assert set(filter(None, wanted.split(","))) <= extras.keys()
+    assert name == "." or find_spec(name)
 
 
 def torchrun_takes_it(command):

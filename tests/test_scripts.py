@@ -30,6 +30,8 @@ ON_CPU = {
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
     "bench_packing.py": ("--mb 0.1 --rounds 1 --vocab 500",
                          r"tokens, \d+ cores, tokenizers .*\npack +[\d,]+ tokens/s .*\ngoal: pack at least 0.8 of "),
+    "bench_head.py": ("--tokens 64 --vocab 512 --hidden 16 --part-mb 0.05 --rounds 1",
+                      r"\nfloat32 +16 +\d+ .*\nbfloat16 +16 .*\ngoal: parts take at most 1.05 of the plain form"),
     "bench_host.py": ("--rounds 1 --calls 10", r"\nadd +\d.*\ngrouped wgrad .* goal: at most 25 us.*\nlayer .* goal: "),
     "bench_overlap.py": ("--device cpu --repeats 1 --tokens 32 --costs .",
                          r"wrote overlap_tiny_32.json\n.*\ngoal: F&B at most 0.75 of F \+ B"),
@@ -66,7 +68,8 @@ def test_every_script_is_run_by_a_test():
     for name, file in ELSEWHERE.items():
         assert Path(name).stem in (ROOT / "tests" / file).read_text()
     folders_and_configs = {path.name for path in EXAMPLES.iterdir()} - {*examples}
-    assert folders_and_configs == {"models", "tiny-cpu", *(path.name for path in EXAMPLES.glob("*.toml"))}
+    data = {"models", "tiny-cpu", "lora-tiny.jsonl"}
+    assert folders_and_configs == {*data, *(path.name for path in EXAMPLES.glob("*.toml"))}
 
 
 @pytest.mark.parametrize("name", [

@@ -98,7 +98,7 @@ def build_stages(
     """
     if source.path is not None and any(os.path.lexists(Path(source.path, name)) for name in (SINGLE, INDEX)):
         read_headers(source.path)  # names a file that is missing or damaged; transformers raises errors of many kinds
-    whole_model = _build_on_meta(source.config, experts)
+    whole_model = build_on_meta(source.config, experts)
     model_class = type(whole_model)
     config = whole_model.config  # only the language model's part, if the source has more
     quantization = getattr(source.config, "quantization_config", None)
@@ -130,7 +130,7 @@ def stage_of(causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm) 
     return CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)
 
 
-def _build_on_meta(config: PreTrainedConfig, experts: str) -> Any:
+def build_on_meta(config: PreTrainedConfig, experts: str) -> Any:
     """Build the whole model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, experts_implementation=experts)

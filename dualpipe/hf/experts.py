@@ -28,7 +28,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dualpipe.hf.cut import top_k_of
 from dualpipe.kernels import SortedTokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_form
-from dualpipe.nn.grouped_linear import grouped_linear, refuse_transforms
+from dualpipe.nn.grouped_linear import apply_swiglu, grouped_linear, refuse_transforms
+from dualpipe.nn.lora import STACKED, adapted_grouped_linear
 from dualpipe.nn.pick_fastest import check_runs, pick_fastest
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.experts.dispatcher import (
@@ -118,16 +119,27 @@ def _compute_sorted(experts: Any, x_TH: Tensor, tokens: SortedTokens, weights_M:
     scales_input = not experts.has_bias and not has_post_norm
     form = swiglu_form_of(experts)
     scale_M = weights_M if scales_input and form is not None else None
-    h_MI = grouped_linear(
-        x_TH, getattr(experts, first_name), _bias(experts, first_name), tokens, is_transposed=is_transposed, form=form,
-        scale=scale_M,
-    )
+    adapters = experts._modules.get(STACKED) or {}
+    if first_name in adapters:
+        y_MN = adapted_grouped_linear(
+            x_TH, getattr(experts, first_name), _bias(experts, first_name), tokens, adapters[first_name],
+            is_transposed=is_transposed)
+        h_MI = y_MN if form is None else apply_swiglu(y_MN, scale_M, form)
+    else:
+        h_MI = grouped_linear(
+            x_TH, getattr(experts, first_name), _bias(experts, first_name), tokens, is_transposed=is_transposed,
+            form=form, scale=scale_M,
+        )
     if form is None:
         h_MI = experts._apply_gate(h_MI) if experts.has_gate else experts.act_fn(h_MI)
         if scales_input:
             h_MI = (h_MI * weights_M.unsqueeze(1)).to(h_MI.dtype)
-    y_MH = grouped_linear(
-        h_MI, experts.down_proj, _bias(experts, "down_proj"), tokens.offs, is_transposed=is_transposed)
+    down_bias = _bias(experts, "down_proj")
+    if "down_proj" in adapters:
+        y_MH = adapted_grouped_linear(
+            h_MI, experts.down_proj, down_bias, tokens.offs, adapters["down_proj"], is_transposed=is_transposed)
+    else:
+        y_MH = grouped_linear(h_MI, experts.down_proj, down_bias, tokens.offs, is_transposed=is_transposed)
     if has_post_norm:
         y_MH = experts.post_expert_norm(y_MH)
     if scales_input:
@@ -215,7 +227,8 @@ def _run_trial(module: Any, experts: str, num_tokens: int) -> None:
     try:
         x = x.to(weight.device, weight.dtype).requires_grad_()
         y = module(x, index.to(weight.device), weights.to(weight.device, weight.dtype))
-        torch.autograd.grad(y.sum(), [x, *stacked_parameters(module).values()], allow_unused=True)
+        trained = [weight for weight in stacked_parameters(module).values() if weight.requires_grad]
+        torch.autograd.grad(y.sum(), [x, *trained], allow_unused=True)
     finally:
         module.config._experts_implementation = old_implementation
 

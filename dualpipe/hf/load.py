@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.configuration_utils import PreTrainedConfig
 
-from dualpipe.hf.build import ModelSource, build_stages, progress_bars_on_rank_0
+from dualpipe.hf.build import ModelSource, build_on_meta, build_stages, progress_bars_on_rank_0
 from dualpipe.hf.experts import AUTO, NAME, choose_experts
 from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
+from dualpipe.nn.lora import adapter_places, fill_adapters
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from dualpipe.parallel.experts.dispatcher import (
     Dispatch,
@@ -42,7 +43,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_stages(
     source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], *, mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None, policy: DTypePolicy | None = None, experts: str = NAME, overlap: bool = True,
-    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto",
+    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto", lora: Any = None,
 ) -> list[CausalLMStage]:
     """Build this rank's stages of a causal LM, load their weights, shard them, and defer their weight gradients.
 
@@ -67,6 +68,8 @@ def load_stages(
         layers_per_stage: number of layers of every stage, instead of stages with balanced costs.
         seed: seed of initial weights.
         dispatch: way of tokens to experts on other ranks, see `dualpipe.parallel.ExpertParallel`.
+        lora: a `peft.LoraConfig`, or the result of `dualpipe.hf.lora.plan_adapters`: the stages get its adapters, and
+            everything else is frozen. Initial values depend on `seed` and on names. See `dualpipe.hf.lora`.
 
     Returns the stages, in the order of `mine`.
 
@@ -81,9 +84,23 @@ def load_stages(
         _check_arguments(num_stages, mine, experts, dtype, layout)
         if expert_mesh is not None:
             check_dispatch_over(dispatch, expert_mesh, layout.ranks_per_node)
+        model_source = ModelSource.of(source, dtype, seed)
+        plan = None
+        if lora is not None:
+            from dualpipe.hf.lora import AdapterPlan, plan_adapters  # not at the top: it needs peft
+
+            is_plan = isinstance(lora, AdapterPlan)
+            plan = lora if is_plan else plan_adapters(lora, build_on_meta(model_source.config, NAME))
         stages = build_stages(
-            ModelSource.of(source, dtype, seed), num_stages, mine, experts=NAME if experts == AUTO else experts,
+            model_source, num_stages, mine, experts=NAME if experts == AUTO else experts,
             layers_per_stage=layers_per_stage, expert_ranks=expert_mesh)
+        if plan is not None:
+            from dualpipe.hf.lora import adapt_stages, adapts_experts
+
+            adapt_stages(stages, plan)
+            if experts not in (NAME, AUTO) and adapts_experts(stages):
+                raise ValueError(f"experts={experts!r} does not run adapters of experts; use experts={NAME!r}, or "
+                                 "leave experts out of the targets")
         for stage in stages:
             # Without expert parallelism there is no all-to-all to hide. Whole layers defer weight gradients as well.
             if overlap and expert_mesh is not None:
@@ -98,8 +115,15 @@ def load_stages(
     if layout.device_mesh is not None:
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
-    choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
+    # Adapters of experts, which other ranks may have, run by this library alone.
+    is_fixed = expert_mesh is not None or (lora is not None and experts == AUTO)
+    choose_experts(stages, NAME if is_fixed else experts, ranks)
+    if layout.replicas > 1:
+        for place in (place for stage in stages for place in adapter_places(stage)):
+            place.adapter.to(torch.promote_types(place.parameter.dtype, torch.float32))  # the masters, sharded
     _shard(stages, layout, policy, dispatch)
+    for stage in stages:
+        fill_adapters(stage, seed)
     return stages
 
 

@@ -8,18 +8,30 @@ Dimension letters: B rows of the batch, S positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
 from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of
-from dualpipe.hf.stand_ins import CallRecorder, FixedLayer, InputOverride, LayerForm, OutputRecorder, swap_modules
+from dualpipe.hf.stand_ins import (
+    CallRecorder,
+    FixedLayer,
+    FixedOutput,
+    InputOverride,
+    InputRecorder,
+    LayerForm,
+    OutputRecorder,
+    swap_modules,
+)
 from dualpipe.models.stages import Recompute
+from dualpipe.nn.head import LinearHead
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts
 
@@ -41,6 +53,8 @@ class CausalLMStage(nn.Module):
         self.recompute = Recompute()
         self.form = form or LayerForm()
         self._segments_version = 0  # part of `segments_key`
+        self._applies_head = True  # False inside of `without_head`
+        self._heads: dict[nn.Module, LinearHead | None] = {}  # by the module, which can be replaced
         self.config = causal_lm.config
         self.__dict__["causal_lm"] = causal_lm  # past `nn.Module.__setattr__`, which would make it a submodule
         # The stage and the model share their tables of modules, parameters and buffers: a state dict has the whole
@@ -84,7 +98,7 @@ class CausalLMStage(nn.Module):
         options = {"position_ids": position_ids, "use_cache": False}
         with swap_modules(self.base, self._input_override(x)):
             if self.is_last:
-                return self.causal_lm(**self._inputs(x), **options).logits
+                return self._logits_or_rows(**self._inputs(x), **options)
             return self.base(**self._inputs(x), **options).last_hidden_state
 
     def segments(self) -> list[Segment]:
@@ -161,7 +175,54 @@ class CausalLMStage(nn.Module):
         if not self.is_last:
             return x
         with swap_modules(self.base, {"layers": self._fixed_layers(x)}):
-            return self.causal_lm(inputs_embeds=x, use_cache=False).logits
+            return self._logits_or_rows(inputs_embeds=x, use_cache=False)
+
+    def linear_head(self) -> LinearHead | None:
+        """Return the head, for a pipeline that runs it in parts with the loss; None if it is not a plain one.
+
+        A plain head is a linear layer, and at most a scale and a soft cap of the model's configuration. The model's
+        forward shows whether it does nothing else.
+        """
+        layer = getattr(self.causal_lm, "lm_head", None) if self.is_last else None
+        if not isinstance(layer, nn.Linear):
+            return None
+        if layer not in self._heads:
+            self._heads = {layer: self._find_head(layer)}
+        return self._heads[layer]
+
+    def _find_head(self, layer: nn.Linear) -> LinearHead | None:
+        """Return the head whose logits the model's forward makes of the outputs of `layer`; None for another form."""
+        device = layer.weight.device if layer.weight.device.type != "meta" else torch.device("cpu")
+        outputs = torch.linspace(-40, 40, 81, dtype=torch.float64, device=device).expand(1, 2, 81)
+        x = torch.zeros(1, 2, layer.in_features, device=device)
+        recorder = FixedOutput(outputs, layer)
+        norm = norm_name(self.base)
+        stand_ins = {"layers": self._fixed_layers(x), norm: FixedOutput(x, getattr(self.base, norm))}
+        with torch.no_grad(), swap_modules(self.base, stand_ins), swap_modules(self.causal_lm, {"lm_head": recorder}):
+            logits = self.causal_lm(inputs_embeds=x, use_cache=False).logits
+        head = LinearHead(layer, *_scale_and_cap(self.config))
+        is_equal = recorder.num_calls == 1 and logits.shape == outputs.shape and torch.allclose(
+            logits.double(), head.finish(outputs), rtol=1e-5)
+        return head if is_equal else None
+
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
+        self._applies_head = False
+        try:
+            yield
+        finally:
+            self._applies_head = True
+
+    def _logits_or_rows(self, **arguments: Any) -> Tensor:
+        """Run the model and return its logits (B, S, V); inside of `without_head` the input of its head (B, S, H)."""
+        if self._applies_head:
+            return self.causal_lm(**arguments).logits
+        recorder = InputRecorder(self.causal_lm.lm_head)
+        with swap_modules(self.causal_lm, {"lm_head": recorder}):
+            self.causal_lm(**arguments)
+        (rows,) = recorder.inputs
+        return rows
 
     def _inputs(self, x: Tensor) -> dict[str, Tensor]:
         """Return the keyword argument that passes tokens or hidden states to the model."""
@@ -182,6 +243,13 @@ class CausalLMStage(nn.Module):
         """Return a list of one layer, which returns `x`."""
         layer = self.layers[0] if len(self.layers) else self.layers.attributes
         return nn.ModuleList([FixedLayer(x, self.form, layer)])
+
+
+def _scale_and_cap(config: Any) -> tuple[float, float | None]:
+    """Return the factor of the logits of a configuration, and their soft cap; None without one."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+    return scale / divisor, getattr(config, "final_logit_softcapping", None)  # Gemma
 
 
 def _select_arguments(position: int, arguments: list[LayerArguments]) -> LayerArguments:

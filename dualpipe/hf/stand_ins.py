@@ -111,6 +111,33 @@ class OutputRecorder(StandIn):
         return result
 
 
+class InputRecorder(StandIn):
+    """Stand-in that returns its first argument unchanged, and appends it to `inputs`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.inputs: list[Tensor] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Record and return `x`."""
+        self.inputs.append(x)
+        return x
+
+
+class FixedOutput(StandIn):
+    """Stand-in that returns the same tensor in every call, and counts the calls."""
+
+    def __init__(self, output: Tensor, module: nn.Module) -> None:
+        super().__init__(module)
+        self._output = output
+        self.num_calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tensor."""
+        self.num_calls += 1
+        return self._output
+
+
 class OutputReplay(StandIn):
     """Stand-in that returns the next element of `results`; if none is left, it calls the module that it replaces."""
 

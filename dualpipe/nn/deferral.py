@@ -241,8 +241,8 @@ def weight_grads(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Te
     observer = store.observer if is_accumulated else None
     has_hooks = False
     if may_bypass or observer is not None:
-        has_hooks = (weight is not None and _has_hooks(weight, nodes[1][0])) or (
-            bias is not None and _has_hooks(bias, nodes[2][0]))
+        has_hooks = (weight is not None and has_hooks_on(weight, nodes[1][0])) or (
+            bias is not None and has_hooks_on(bias, nodes[2][0]))
     if observer is not None and weight is not None and weight.dim() > 1:
         num_rows = 0 if gemm.num_rows is None else gemm.num_rows(operands)
         observer.saw_layer(weight, num_rows, has_hooks=has_hooks)
@@ -294,7 +294,7 @@ def _accumulates_parameters(node: Node) -> bool:
         return False
 
 
-def _has_hooks(param: Tensor, node: Any) -> bool:
+def has_hooks_on(param: Tensor, node: Any) -> bool:
     """Return True if a parameter has hooks, which run only for gradients from autograd.
 
     node: its `AccumulateGrad` node, whose hooks count if they were registered in Python. torch shows these in the

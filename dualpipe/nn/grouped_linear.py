@@ -126,8 +126,21 @@ class GroupedLinear(HasGemmPrecision, nn.Module):
             block=row_block(self, x.dtype), next_block=None if next_layer is None else row_block(next_layer, x.dtype),
             quantized_x=quantized, fp8_weight_grad=self.fp8_weight_grad,
         )
+        adapter = self._modules.get("adapter")  # of `dualpipe.nn.lora`
+        if adapter is not None:
+            return self._forward_adapted(x, scale, options, adapter)
         y, *quantized_y = _Grouped.apply(x, self.weight, self.bias, scale, options)
         return y, QuantizedRows(*quantized_y) if quantized_y else None
+
+    def _forward_adapted(
+        self, x: Tensor, scale: Tensor | None, options: _GroupedOptions, adapter: nn.Module
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        """Apply the layer with an adapter, whose result is added between the GEMM and the activation."""
+        y, *_ = _Grouped.apply(x, self.weight, self.bias, None, options._replace(form=None, next_block=None))
+        y = adapter(x, y, options.rows)
+        if options.form is not None:
+            y = apply_swiglu(y, scale, options.form)
+        return y, None if options.next_block is None else quantize_rows(y.detach(), options.next_block)
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -200,6 +213,12 @@ def grouped_linear(
     options = _GroupedOptions(rows, autocast_dtype, form, is_transposed=is_transposed)
     y, *_ = _Grouped.apply(x, weight, bias, scale, options)
     return y
+
+
+def apply_swiglu(gate_up: Tensor, scale: Tensor | None, form: _SwiGLUForm) -> Tensor:
+    """Compute a SwiGLU of this form, (M, 2I) -> (M, I), multiplied by `scale` (M,) if there is one."""
+    clamped, alpha, limit = form
+    return clamped_swiglu(gate_up, scale, alpha, limit) if clamped else swiglu(gate_up, scale)
 
 
 def refuse_transforms(name: str, *operands: Tensor | None, remedy: str = "experts that are nn.Linear") -> None:

@@ -32,7 +32,7 @@ from dualpipe.nn.quantized_matmul import (
 )
 from dualpipe.quantized import QuantizedTensor
 
-_CHUNK = 2**24  # elements, 64 MB of float32: larger weight gradients are computed and added in chunks
+LARGEST_WEIGHT_GRAD = 2**24  # elements, 64 MB of float32: larger weight gradients are computed and added in chunks
 
 
 class Linear(HasGemmPrecision, nn.Linear):
@@ -59,6 +59,12 @@ class Linear(HasGemmPrecision, nn.Linear):
             x: rows; saved for the backward in their own dtype.
             compute_dtype: dtype of the GEMM and the result, regardless of autocast; None: that of the operands.
         """
+        y = self._run(x, compute_dtype)
+        adapter = self._modules.get("adapter")  # of `dualpipe.nn.lora`
+        return y if adapter is None else adapter(x, y, compute_dtype)
+
+    def _run(self, x: Tensor, compute_dtype: torch.dtype | None) -> Tensor:
+        """Apply the layer without an adapter."""
         weight = self.weight
         bias = self.bias
         if torch.compiler.is_compiling():
@@ -66,12 +72,11 @@ class Linear(HasGemmPrecision, nn.Linear):
 
             if uncompiled.is_one_graph() and not isinstance(weight, QuantizedTensor):
                 return _linear(x, weight, bias, compute_dtype)
-            # Run eagerly: the backward checks in every call whether to defer. Passes `Linear.forward`, not
-            # `self.forward`: the `forward` of a subclass calls this one, and would run twice.
-            return uncompiled.run_uncompiled(Linear.forward, self, x, compute_dtype)
+            # Run eagerly: the backward checks in every call whether to defer.
+            return uncompiled.run_uncompiled(Linear._run, self, x, compute_dtype)
         if needs_plain_autograd(weight, bias):
             return _linear(x, weight, bias, compute_dtype)
-        autocast_dtype = None if compute_dtype is not None else _autocast_dtype(x)
+        autocast_dtype = None if compute_dtype is not None else autocast_dtype_of(x)
         if autocast_dtype is not None:
             x = x.to(autocast_dtype)
         if isinstance(weight, QuantizedTensor):
@@ -81,7 +86,7 @@ class Linear(HasGemmPrecision, nn.Linear):
         return _Linear.apply(x, weight, bias, autocast_dtype, compute_dtype)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype_of(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast casts `x` to; None without autocast, and for float64, which autocast skips."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype is torch.float64:
         return None
@@ -109,7 +114,7 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:  # in the dtype of dy: autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
-        return dx, *weight_grads(ctx, LinearOperands(dy, x), _LINEAR), None, None
+        return dx, *weight_grads(ctx, LinearOperands(dy, x), LINEAR), None, None
 
 
 class _Quantized(torch.autograd.Function):
@@ -143,7 +148,7 @@ class _Quantized(torch.autograd.Function):
             dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.offs, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if quantized_x[0] is None:
-            return dx, *weight_grads(ctx, LinearOperands(dy, x), _LINEAR), None, None
+            return dx, *weight_grads(ctx, LinearOperands(dy, x), LINEAR), None, None
         rows = quantize_for_weight_grad(flatten_rows(dy), quantized_dy, QuantizedRows(*quantized_x), ctx.block)
         bias_dy = dy if ctx.needs_input_grad[2] else None
         return dx, *weight_grads(ctx, _QuantizedOperands(rows, bias_dy), _QUANTIZED), None, None
@@ -171,7 +176,7 @@ class TransposedLinear(nn.Module):
             return uncompiled.run_uncompiled(TransposedLinear.forward, self, x)
         if needs_plain_autograd(weight, bias) or isinstance(weight, QuantizedTensor):
             return super().forward(x)
-        autocast_dtype = _autocast_dtype(x)
+        autocast_dtype = autocast_dtype_of(x)
         if autocast_dtype is not None:
             x = x.to(autocast_dtype)
         return _TransposedLinear.apply(x, weight, bias, autocast_dtype)
@@ -241,10 +246,10 @@ def _outer_product(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None) ->
     if x.dtype is not dtype:  # to() takes 0.4 us even if the dtype is the same
         x_MH = x_MH.to(dtype)
     # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches, unless in chunks.
-    if out is None or out.numel() <= _CHUNK:
+    if out is None or out.numel() <= LARGEST_WEIGHT_GRAD:
         dw = (dy_NM if dy.dtype is dtype else dy_NM.to(dtype)).mm(x_MH)
         return dw if out is None else out.add_(dw)
-    rows_per_chunk = max(1, _CHUNK // x_MH.shape[1])
+    rows_per_chunk = max(1, LARGEST_WEIGHT_GRAD // x_MH.shape[1])
     for out_chunk_NH, dy_chunk_NM in zip(out.split(rows_per_chunk), dy_NM.split(rows_per_chunk)):
         out_chunk_NH.add_(dy_chunk_NM.to(dtype).mm(x_MH))
     return out
@@ -262,7 +267,7 @@ def _num_rows(operands: LinearOperands) -> int:
     return operands.dy.shape[:-1].numel()
 
 
-_LINEAR = Gemm(_linear_weight_grad, _num_rows, _bias_grad)
+LINEAR = Gemm(_linear_weight_grad, _num_rows, _bias_grad)
 _TRANSPOSED = Gemm(_transposed_weight_grad, _num_rows, _bias_grad)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from dualpipe.nn.segments import Communicate, Compute, Names, Segment
 from dualpipe.parallel.fsdp.private import private
+from dualpipe.parallel.fsdp.unit_records import is_own_hook
 
 
 def with_forward_hooks(
@@ -62,6 +63,16 @@ def with_forward_hooks(
 def is_compiled(module: nn.Module) -> bool:
     """Return True for a module compiled by `torch.compile` or `Module.compile`."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_other_hooks(module: nn.Module) -> bool:
+    """Return True if a call of the module runs hooks other than those of FSDP2 and those of `own_hook`."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    by_kind = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks, module._forward_pre_hooks,
+               module._forward_hooks)
+    return any(not is_own_hook(hook) and _fsdp_state(hook) is None
+               for hooks in by_kind for hook in hooks.values())
 
 
 def _run_pre_hooks(module: nn.Module, save_arguments: bool, *args: Any) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ that calls the module, so that its forward hooks and `torch.compile` work as usu
 
 A compiled segment takes named values and returns named values. The criterion is one more segment after the last one of
 the last stage, merged with it: both are in the same autograd graph. The criterion and the labels of a micro-batch are
-in the carry as `TARGET`.
+in the carry as `TARGET`. A criterion with `takes_head_rows` gets `HeadRows` in place of logits that are more than its
+`part_bytes`, if the last stage has a plain head and nobody else wants the logits.
 
 Side inputs of a step are tensors without a gradient, such as position ids, that every stage may read. They go through
 all stages together with the activations, after them in a message, sorted by name.
@@ -14,7 +15,8 @@ all stages together with the activations, after them in a message, sorted by nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from dualpipe.nn.head import PART_BYTES, HeadRows, LinearHead
+from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.segments import (
     Communicate,
     Communication,
@@ -40,18 +44,28 @@ from dualpipe.nn.segments import (
     run_segments,
     validate_segments,
 )
-from dualpipe.parallel.forward_hooks import is_compiled, with_forward_hooks
+from dualpipe.parallel.forward_hooks import has_other_hooks, is_compiled, with_forward_hooks
 from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 
 TARGET = "(target)"  # name of a `Target` in the last stage's carry; no identifier, so that no user's name is the same
 
 
 class Target(NamedTuple):
-    """Criterion and labels of one micro-batch, for the last stage. keep_outputs: keep the outputs beside the loss."""
+    """Criterion and labels of one micro-batch, for the last stage.
+
+    keep_outputs: keep the outputs beside the loss, for the caller. is_observed: keep for observers what the criterion
+    gets: the outputs, or the rows of a head that runs in parts.
+    """
 
     criterion: Callable[..., Tensor] | None
     labels: tuple[Any, ...]
     keep_outputs: bool
+    is_observed: bool = False
+
+    @property
+    def leaves_outputs(self) -> bool:
+        """Return True if somebody reads the outputs after the loss."""
+        return self.keep_outputs or self.is_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +187,7 @@ def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *
     compiled = compile_segments(segments, (*outputs, TARGET))
     last = compiled.segments[-1]
     assert last.fn is not None, "a compute segment was appended after a communication"
-    fn = partial(_apply_criterion, last.fn, outputs)
+    fn = partial(_apply_criterion, module, last.fn, outputs)
     with_criterion = replace(last, reads=(*last.reads, TARGET), is_open=True, fn=fn)
     return CompiledStage((*compiled.segments[:-1], with_criterion), compiled.backward_order)
 
@@ -255,9 +269,13 @@ def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]
             inputs.append(value)
         elif name != TARGET and value is not None:
             side[name] = value
-    outputs = as_tuple(module(*inputs, **side))
     target = values.get(TARGET)
-    return dict(zip(input_names(len(outputs)), outputs)) if target is None else _stage_results(outputs, target)
+    if target is None:
+        outputs = as_tuple(module(*inputs, **side))
+        return dict(zip(input_names(len(outputs)), outputs))
+    with _head_in_parts(module, target) as head:
+        outputs = as_tuple(module(*inputs, **side))
+    return _stage_results(outputs, target, head)
 
 
 def _run_segment(fn: Callable[..., Any], reads: Names, writes: Names, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,21 +284,71 @@ def _run_segment(fn: Callable[..., Any], reads: Names, writes: Names, values: Ma
 
 
 def _apply_criterion(
-    fn: Callable[[Mapping[str, Any]], dict[str, Any]], outputs: Names, values: Mapping[str, Any]
+    module: nn.Module, fn: Callable[[Mapping[str, Any]], dict[str, Any]], outputs: Names, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run the last compute segment of the last stage, and apply the criterion."""
-    results = fn(values)
-    return _stage_results([results[name] for name in outputs], values[TARGET])
+    target = values[TARGET]
+    with _head_in_parts(module, target) as head:
+        results = fn(values)
+    return _stage_results([results[name] for name in outputs], target, head)
 
 
-def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
-    """Return the outputs by name; with a criterion, the loss, and the outputs only if they are kept."""
+@contextmanager
+def _head_in_parts(module: nn.Module, target: Target) -> Iterator[LinearHead | None]:
+    """Let a stage return the rows of its head in place of logits, and yield the head; None: logits, as usual."""
+    head = None if target.keep_outputs or not takes_head_rows(target.criterion) else plain_head(module)
+    if head is None:
+        yield None
+        return
+    stage: Any = module
+    with stage.without_head():
+        yield head
+
+
+def _stage_results(outputs: Sequence[Tensor], target: Target, head: LinearHead | None) -> dict[str, Any]:
+    """Return the outputs by name; with a criterion, the loss, and the outputs only if they are kept or observed.
+
+    head: the head of which `outputs` are the rows; None: they are the stage's outputs.
+    """
     if target.criterion is None:
         return dict(zip(input_names(len(outputs)), outputs))
-    results = {"loss": target.criterion(*map(_changeable, outputs), *target.labels)}
-    if target.keep_outputs:
+    if head is not None and not _needs_parts(outputs, head, target.criterion):
+        outputs = list(map(head.logits, outputs))
+        head = None
+    logits = map(_changeable, outputs) if head is None else (HeadRows(rows, head) for rows in outputs)
+    results = {"loss": target.criterion(*logits, *target.labels)}
+    if target.leaves_outputs:
         results |= zip(input_names(len(outputs)), (output.detach() for output in outputs))
     return results
+
+
+def _needs_parts(outputs: Sequence[Tensor], head: LinearHead, criterion: Callable[..., Any]) -> bool:
+    """Return True if the logits of rows are more than the criterion's limit: less of them are faster deferred."""
+    limit = getattr(criterion, "part_bytes", PART_BYTES)
+    while isinstance(criterion, partial):
+        limit = criterion.keywords.get("part_bytes", limit)
+        criterion = criterion.func
+    return any(head.needs_parts(rows.shape[:-1].numel(), rows.dtype, limit) for rows in outputs)
+
+
+def takes_head_rows(criterion: Callable[..., Any] | None) -> bool:
+    """Return True if a criterion takes `HeadRows` like logits: `cross_entropy_loss`, or one with `takes_head_rows`."""
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    return criterion is cross_entropy_loss or getattr(criterion, "takes_head_rows", False) is True
+
+
+def plain_head(module: nn.Module) -> LinearHead | None:
+    """Return the head of a last stage that can run in parts; None if the stage must return logits.
+
+    It must where hooks of the user's see logits, where the stage or the head is compiled as a whole, and where the head
+    is no plain linear layer, for example with an adapter or a quantized weight.
+    """
+    method = None if is_compiled(module) else optional_method(module, "linear_head")
+    head: LinearHead | None = None if method is None else method()
+    if head is None or is_compiled(head.layer) or has_other_hooks(module) or has_other_hooks(head.layer):
+        return None
+    return head if head.can_run_in_parts else None
 
 
 def _identity(*values: Any) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from dualpipe.nn.accumulators import local
 from dualpipe.nn.conversion import deferring_class, is_fsdp_module
 from dualpipe.nn.grouped_linear import GroupedLinear
+from dualpipe.nn.head import LOSS_IN_PARTS
 from dualpipe.nn.linear import Linear, TransposedLinear
 from dualpipe.schedule import Costs, Schedule, simulate
 
@@ -39,6 +40,8 @@ _NOT_OBSERVED = ("not in the autograd graph of a forward, for example inside a r
 _NOT_PASSED = "not passed to defer_weight_grads"
 _UNUSED = "no gradient, or one of zeros, not counted"
 _HOOK = "hook on the parameter"
+_WITH_LOSS = ("computed with the loss, in parts, so that the logits of all tokens never exist at once; "
+              "memory.logits = 0 defers it")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # For each GEMM, the indices of the operands that can be weights, and for each of these the dimension over which the
@@ -165,8 +168,11 @@ class DeferralReport:
 def shortfall(rank: int, work: Sequence[ParameterWork]) -> str | None:
     """Return the text of a warning of little deferred work; None if at least `_MIN_SHARE` of it is deferred.
 
+    The work of a head in parts does not count: it is not deferred in order to save memory.
+
     rank: pipeline rank.
     """
+    work = [parameter for parameter in work if parameter.reason != _WITH_LOSS]
     share = _total([_stage_work(stage, work) for stage in {parameter.stage for parameter in work}]).share
     if share >= _MIN_SHARE:
         return None
@@ -324,6 +330,8 @@ class StepProbe:
             reason = _UNUSED
         elif uses.hooked:
             reason = _HOOK
+        elif LOSS_IN_PARTS in unknown:
+            reason = _WITH_LOSS
         elif undeferred:
             reason = undeferred_reason(place.owner, place.key, parameter.dim(), unknown)
         elif not (uses.has_layer or deferring):

@@ -201,9 +201,7 @@ class Executor:
         carry |= dict.fromkeys(spec.names) | side
         if stage == self._stages.count - 1:
             target = self._batch.target(action.microbatch)
-            if self._recorder.is_observed:  # observers are shown the outputs, not only the loss
-                target = target._replace(keep_outputs=True)
-            carry[TARGET] = target
+            carry[TARGET] = target._replace(is_observed=self._recorder.is_observed)
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Pass a result that stays on this rank to the next or the previous stage, as a copy, like one that is sent."""
@@ -359,6 +357,6 @@ class OverlappedPairs:
         by_name = dict(zip(input_names(len(outputs)), outputs))
         if loss is None:
             return by_name
-        if not target.keep_outputs:
+        if not target.leaves_outputs:
             return {"loss": loss}
         return {"loss": loss, **by_name}

@@ -15,7 +15,8 @@ Dimension letters: S sequence.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualpipe.models.hub import HubConfig
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.head import PART_BYTES, LinearHead, part_peak_bytes
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.counted_stages import CountedStage, Workload, counted_stage, layer_kinds, workload_to_run
@@ -41,6 +44,8 @@ REFERENCES = {
     "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "swiglu_backward, clamped": 5.25,
     "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
 }
+
+_HEAD_TOKENS = 16  # tokens of a workload that only names a stage
 
 
 class ActivationBytes(NamedTuple):
@@ -72,7 +77,7 @@ _WITH_ATTENTION = frozenset({"saved", "forward", "backward", "input_backward"})
 def activation_bytes(
     model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
     recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, last: bool = False, cpu: bool = False,
-    has_documents: bool = False, cp: int = 1, cp_method: str = "auto",
+    has_documents: bool = False, cp: int = 1, cp_method: str = "auto", part_bytes: int = PART_BYTES,
 ) -> ActivationBytes:
     """Return the bytes that layers take for a micro-batch of (batch, sequence_length) tokens.
 
@@ -95,18 +100,23 @@ def activation_bytes(
         cp: number of ranks that share a sequence, for a native model on the CPU. The bytes are those of the rank with
             the most.
         cp_method: value of parallel.cp_method.
+        part_bytes: limit of the logits that exist at once, counted in float32, if the head can run in parts; 0: those
+            of all tokens do.
     """
     work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
-                    cp_method=cp_method)
+                    cp_method=cp_method, head_in_parts=False)
+    work = work._replace(head_in_parts=_needs_parts(model, work, part_bytes))
     runs = _runs_of_layers(model, layers, recompute, cp)
     by_rank = [_bytes_of_runs(model, runs, probe, last, sequence_length) for probe in _probes(model, work)]
-    return ActivationBytes(*(round(max(sizes) * work.tokens) for sizes in zip(*by_rank)))
+    sizes = ActivationBytes(*(round(max(sizes) * work.tokens) for sizes in zip(*by_rank)))
+    part = _part_bytes(model, work, part_bytes) if last else 0
+    return sizes._replace(forward=max(sizes.forward, sizes.saved + part))
 
 
 def pair_bytes(
     model: TrainedModel, pair: tuple[PairedAction, PairedAction], *, batch: int, sequence_length: int,
     dtype: torch.dtype = torch.bfloat16, recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, cpu: bool = False,
-    has_documents: bool = False, cp: int = 1, cp_method: str = "auto",
+    has_documents: bool = False, cp: int = 1, cp_method: str = "auto", part_bytes: int = PART_BYTES,
 ) -> int:
     """Return the peak bytes of two overlapping actions, beyond those before or after them, whichever are more.
 
@@ -115,12 +125,40 @@ def pair_bytes(
     equal layers are shortened: at most two layers are in use at once. Arguments: see `activation_bytes`.
     """
     work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
-                    cp_method=cp_method)
+                    cp_method=cp_method, head_in_parts=False)
+    work = work._replace(head_in_parts=_needs_parts(model, work, part_bytes))
     actions = tuple(
         (kind, tuple(chain.from_iterable(_shortened(_runs_of_layers(model, layers, recompute, cp)))), last)
         for kind, layers, last in pair)
     most = max(_pair_bytes_per_token(model, actions, probe, sequence_length) for probe in _probes(model, work))
-    return round(most * work.tokens)
+    # A part of the logits comes last in its forward, when the other action has released about what it will.
+    has_loss = any(action.kind == "F" and action.last for action in pair)
+    return max(round(most * work.tokens), _part_bytes(model, work, part_bytes) if has_loss else 0)
+
+
+def _part_bytes(model: TrainedModel, work: Workload, part_bytes: int) -> int:
+    """Return the bytes of a part of the logits with its temporaries; 0 for a head that does not run in parts."""
+    head = head_in_parts(model, work.dtype) if work.head_in_parts else None
+    return 0 if head is None else part_peak_bytes(head, _most_tokens(work), work.dtype, part_bytes, cpu=work.cpu)
+
+
+def _needs_parts(model: TrainedModel, work: Workload, part_bytes: int) -> bool:
+    """Return True if the logits of a micro-batch are more than a part of them, and the head can run in parts."""
+    head = head_in_parts(model, work.dtype) if part_bytes else None
+    return head is not None and head.needs_parts(_most_tokens(work), work.dtype, part_bytes)
+
+
+def _most_tokens(work: Workload) -> int:
+    """Return the tokens of a micro-batch on the rank that has the most of those that share a sequence."""
+    (length,) = work.lengths
+    return max(SequenceSplit(0, work.cp).counts(length)) * (work.tokens // length)
+
+
+@lru_cache(maxsize=64)
+def head_in_parts(model: TrainedModel, dtype: torch.dtype) -> LinearHead | None:
+    """Return the head of a model on the meta device; None if it cannot run in parts with the loss."""
+    probe = Workload(_HEAD_TOKENS, (_HEAD_TOKENS,), dtype)
+    return counted_stage(model, layer_kinds(model, range(1), ()), probe, is_last=True).head()
 
 
 def _probes(model: TrainedModel, work: Workload) -> list[Workload]:
@@ -227,9 +265,9 @@ class _PassBytes(NamedTuple):
 
 def _count_pass(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _PassBytes:
     """Run a forward and a backward of one kind, and count their bytes."""
-    run = _run_of(stage, _DroppingStore())
+    run = _run_of(stage, probe, _DroppingStore())
     live = _LiveBytes(_existing([stage]), probe.cpu, stage.has_masks)
-    with live, stage.attention(), run.store.activate():
+    with live, stage.attention(), run.store.activate(), _without_heads([stage], probe):
         _begin(run, stage, probe, length)
         walk([run.forward()])
         forward = live.take_peak()
@@ -245,15 +283,45 @@ def _existing(stages: Iterable[CountedStage]) -> list[Tensor]:
     return [tensor for stage in stages for tensor in (*stage.module.parameters(), *stage.module.buffers())]
 
 
-def _run_of(stage: CountedStage, store: WeightGradStore) -> MetaRun:
-    """Return a run of the segments of a stage, with the loss on the last one."""
+@contextmanager
+def _without_heads(stages: Iterable[CountedStage], probe: Workload) -> Iterator[None]:
+    """Leave out the heads of stages that run in parts: what a part takes does not grow with the tokens."""
+    with ExitStack() as stack:
+        for stage in stages:
+            if probe.head_in_parts and stage.head() is not None:
+                stack.enter_context(stage.module.without_head())
+        yield
+
+
+def _run_of(stage: CountedStage, probe: Workload, store: WeightGradStore) -> MetaRun:
+    """Return a run of the segments of a stage, with the loss on the last one.
+
+    A loss in parts only holds the gradients of its rows: see `_part_bytes`.
+    """
     segments = stage.module.segments()
     result = "x"
     if stage.is_last:
-        logits = output_names(segments)
+        outputs = output_names(segments)
         result = "loss"
-        segments.append(Compute(summed_loss, (*logits, "labels"), result))
+        if probe.head_in_parts and stage.head() is not None:
+            segments.append(Compute(_LossOfRows.apply, outputs, result))
+        else:
+            segments.append(Compute(summed_loss, (*outputs, "labels"), result))
     return MetaRun(segments, result, store)
+
+
+class _LossOfRows(torch.autograd.Function):
+    """Loss of a head in parts, without the head: keeps the gradients of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *rows: Tensor) -> Tensor:
+        ctx.save_for_backward(*map(torch.empty_like, rows))
+        return rows[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = ctx.saved_tensors
+        return gradients
 
 
 def _begin(run: MetaRun, stage: CountedStage, probe: Workload, length: int) -> None:
@@ -287,9 +355,9 @@ def _count_pair(model: TrainedModel, actions: Sequence[_StageAction], probe: Wor
     """Run two actions in turn, as the pipeline runs a pair, and count the bytes of `pair_bytes`."""
     stages = [counted_stage(model, kinds, probe, last) for _, kinds, last in actions]
     store = _DroppingStore()
-    runs = [_run_of(stage, store) for stage in stages]
+    runs = [_run_of(stage, probe, store) for stage in stages]
     live = _LiveBytes(_existing(stages), probe.cpu, stages[0].has_masks)
-    with live, stages[0].attention(), store.activate():
+    with live, stages[0].attention(), store.activate(), _without_heads(stages, probe):
         gradients = 0
         for (kind, _, _), stage, run in zip(actions, stages, runs):
             if kind != "F":

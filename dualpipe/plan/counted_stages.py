@@ -18,8 +18,10 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.head import LinearHead
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
+from dualpipe.pipeline.compiled_stage import plain_head
 from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.meta_dispatch import MetaDispatcher, PretendedAllToAll
 from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
@@ -48,6 +50,7 @@ class Workload(NamedTuple):
     number of nodes that these are on, if rows are dispatched in two hops; 1: in one hop. cpu: True if the rank is a
     CPU, not a GPU. has_documents: True if a sequence holds several documents, which attention does not cross. cp:
     number of ranks that share a sequence. cp_rank: the rank among these. cp_method: value of parallel.cp_method.
+    head_in_parts: True if the head and the loss run in parts, where the head can.
     """
 
     tokens: int
@@ -60,6 +63,7 @@ class Workload(NamedTuple):
     cp: int = 1
     cp_rank: int = 0
     cp_method: str = "auto"
+    head_in_parts: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ class CountedStage:
     fused: float | None = None
     has_masks: bool = False
     split: SequenceSplit = WHOLE
+
+    def head(self) -> LinearHead | None:
+        """Return the head of a last stage if it can run in parts with the loss, else None."""
+        return plain_head(self.module) if self.is_last else None
 
 
 def workload_to_run(model: TrainedModel, work: Workload) -> Workload:

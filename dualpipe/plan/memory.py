@@ -9,11 +9,11 @@
                  that are not of `dualpipe.nn`, such as the experts of transformers. After the stage's last action, its
                  gradients are reduced over the ranks that share its parameters. That adds this rank's shard of the
                  result and, during the reduction, a copy of the largest unit that is reduced at once
-    activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit, also the rows
-                 between the two hops of a dispatch: counted by `dualpipe.plan.activations`. With context parallelism on
-                 GPUs, for the tokens of one rank, with the communication buffers of one layer by a formula:
-                 `approximations` says so. Layers of transformers that cannot run on meta are left out:
-                 `dualpipe.plan.counted_stages.uncounted_layers` names them
+    activations  those of all live micro-batches, with logits (those that exist at once: `describe_head`), recomputed
+                 tensors and messages in transit, also the rows between the two hops of a dispatch: counted by
+                 `dualpipe.plan.activations`. With context parallelism on GPUs, for the tokens of one rank, with the
+                 communication buffers of one layer by a formula: `approximations` says so. Layers of transformers that
+                 cannot run on meta are left out: `dualpipe.plan.counted_stages.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer
     host         pinned host memory: the moments with optimizer.offload. Not in the total, which counts the device alone
@@ -34,10 +34,11 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
+from dualpipe.nn.head import rows_per_part
 from dualpipe.parallel.experts.dispatcher import check_dispatch, experts_per_rank
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.pipeline.p2p import SENDS_IN_FLIGHT
-from dualpipe.plan.activations import ActivationBytes, PairedAction, activation_bytes, pair_bytes
+from dualpipe.plan.activations import ActivationBytes, PairedAction, activation_bytes, head_in_parts, pair_bytes
 from dualpipe.plan.communication import context_numbers, takes_two_hops
 from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.parameter_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
@@ -123,8 +124,10 @@ def step_memory(
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """Return the schedule, and the memory of each of its ranks while each of its steps runs.
 
-    The schedule has as few micro-batches as reach the peak of the run's, and one micro-batch without activations; the
-    schedule "auto" has all those of the run. Arguments and errors are those of `estimate`.
+    With [lora], activations are those of training all weights: an adapter keeps about the activations that its layer
+    would, and a layer without one fewer. The schedule has as few micro-batches as reach the peak of the run's, and one
+    micro-batch without activations; the schedule "auto" has all those of the run. Arguments and errors are those of
+    `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
@@ -132,7 +135,7 @@ def step_memory(
     per_node = ranks_per_node or _configured_ranks_per_node(p)
     experts_per_rank("the model", model.num_experts or p.ep, p.ep)
     schedule = _schedule(config, _microbatches_at_peak(config) if activations else 1)
-    stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage)
+    stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage, config.lora)
     ends_meet = schedule.placement[0] == schedule.placement[-1]
     sizes = [stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
     stage_activations = [ActivationBytes(0, 0, 0, 0, 0)] * len(stages)
@@ -171,10 +174,11 @@ def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> N
         check_dispatch(p.dispatch, range(first, first + p.ep), per_node)
     if not isinstance(model, HubConfig):
         return
-    plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
+    replicas = min(p.replicas, 2)  # the same for 2 and more
+    plan = dtype_plan(config.dtypes, config.train.dtype, model, replicas, config.lora)
     if config.dtypes.fp8_dispatch:
         fp8_dispatch_block(plan, config.dtypes.gemm_precision)
-    (whole,) = stages_on_meta(model)
+    (whole,) = stages_on_meta(model, lora=config.lora)
     for name, param in whole.named_parameters():
         format = plan.of(name).format
         if format is not None:
@@ -326,6 +330,7 @@ def _workload(config: Config, per_node: int) -> dict[str, Any]:
         "has_documents": config.data.separate_documents,
         "cp": p.cp if is_cpu else 1,
         "cp_method": p.cp_method,
+        "part_bytes": config.memory.part_bytes,
     }
 
 
@@ -432,6 +437,21 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_no
     channels += (min(p.ep, per_node) - 1) * EXPERTS.ctas
     channels += (min(p.cp, max(1, per_node // p.ep)) - 1) * CONTEXT.ctas
     return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas
+
+
+def describe_head(config: Config, model: TrainedModel) -> list[str]:
+    """Return a line for logits that are more than `memory.logits`: on how many tokens at a time the head runs."""
+    limit = config.memory.part_bytes
+    tokens = config.train.micro_batch_size * tokens_of_rank(config)
+    dtype = dtype_of(config.train.dtype)
+    rows = rows_per_part(model.vocab_size, dtype, limit)
+    if not limit or tokens <= rows:
+        return []
+    allowed = f"memory.logits = {config.memory.logits:g} GB"
+    if head_in_parts(model, dtype) is None:
+        return [f"head and loss: on all {tokens} tokens of a micro-batch at once, and not {rows} ({allowed}), as the "
+                "head is not a plain linear layer"]
+    return [f"head and loss: on {rows} of {tokens} tokens at a time ({allowed})"]
 
 
 def approximations(config: Config) -> list[str]:

@@ -20,6 +20,7 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.head import HeadRows
 from dualpipe.nn.segments import Segment
 from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch_state import MicrobatchState
@@ -129,11 +130,12 @@ def stage_of_kinds(
     return stage.to(dtype)
 
 
-def summed_loss(*logits_and_labels: Tensor) -> Tensor:
+def summed_loss(*logits_and_labels: Tensor | HeadRows) -> Tensor:
     """Return the sum of the losses of the next token and of the tokens that multi-token prediction predicts.
 
     Args:
-        logits_and_labels: logits of each prediction, then the labels.
+        logits_and_labels: logits of each prediction, or the rows of their head, then the labels.
     """
     *all_logits, labels = logits_and_labels
+    assert isinstance(labels, Tensor), "the last argument is the labels"
     return torch.stack([cross_entropy_loss(logits, labels) for logits in all_logits]).sum()

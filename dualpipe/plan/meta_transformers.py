@@ -65,7 +65,7 @@ class MetaStage(CausalLMStage):
         norm = norm_name(self.base)
         stand_ins = {"layers": self._fixed_layers(placeholder), norm: InputOverride(x, getattr(self.base, norm))}
         with swap_modules(self.base, stand_ins):
-            return self.causal_lm(inputs_embeds=placeholder, use_cache=False).logits
+            return self._logits_or_rows(inputs_embeds=placeholder, use_cache=False)
 
 
 def _on_cpu(x: Tensor) -> Tensor:

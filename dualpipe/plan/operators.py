@@ -9,7 +9,7 @@ depend on the layer and are added in `dualpipe.plan.stage_costs`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.head import PART_BYTES, HeadRows, LinearHead
 from dualpipe.pipeline.overlap import Task
 from dualpipe.plan.meta_dispatch import ExpertChoice, MetaDispatcher, Transfer
 from dualpipe.plan.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
@@ -97,10 +98,13 @@ def layer_parts(
 
 
 @lru_cache(maxsize=64)
-def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
+def head_parts(config: HubConfig, dtype: torch.dtype, part_bytes: int = PART_BYTES) -> LayerParts:
     """Return the operators of the last norm, the head and the loss.
 
     Head and loss run once more per layer for multi-token prediction, which has its own norm.
+
+    part_bytes: limit of the logits that exist at once; with one, all gradients of the head are computed in the forward.
+        0: logits of all tokens, with a deferred weight gradient.
     """
 
     def run(length: int) -> tuple[list[ActionPart], list[ActionPart]]:
@@ -111,7 +115,9 @@ def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
         x, *mtp_hidden = (meta_hidden(config.hidden_size, 1, length, dtype) for _ in range(1 + config.mtp_depth))
         labels = torch.empty(1, length, dtype=torch.int64, device="meta")
         with recorder, store.activate():
-            loss = summed_loss(*map(head, (norm(x), *mtp_hidden)), labels)
+            rows = (norm(x), *mtp_hidden)
+            in_parts = partial(HeadRows, head=LinearHead(head))
+            loss = summed_loss(*map(in_parts if part_bytes else head, rows), labels)
             forward = [ActionPart(recorder.take())]
             with store.defer(MICROBATCH):
                 loss.backward()

@@ -18,7 +18,15 @@ from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from dualpipe.train.config.schema import (
+    NO_ADAPTERS,
+    Config,
+    DTypesConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
 from dualpipe.train.step import resolve_run_dtypes
 
@@ -54,16 +62,19 @@ def stage_bytes(
     dtype = dtype_of(config.train.dtype)
     is_sharded = p.replicas > 1
     expert_replicas = p.dp * p.cp  # ranks with the same experts
-    sizes = stage_sizes(model, len(stages), p.layers_per_stage, p.ep, ends_meet=ends_meet)[number]
-    dense_shard = -(-sizes.dense // p.dense_shards)
-    expert_shard = -(-sizes.experts // p.expert_shards)
-    shard = dense_shard + expert_shard
+    lora = config.lora
+    sizes = stage_sizes(model, len(stages), p.layers_per_stage, p.ep, ends_meet=ends_meet, lora=lora)[number]
+    dense_shard = -(-sizes.trained_dense // p.dense_shards)
+    expert_shard = -(-sizes.trained_experts // p.expert_shards)
+    shard = dense_shard + expert_shard  # of what is trained
+    frozen_shard = -(-(sizes.dense - sizes.trained_dense) // p.dense_shards)
+    frozen_shard += -(-(sizes.experts - sizes.trained_experts) // p.expert_shards)
     stored_itemsize = _FP32_BYTES if is_sharded else dtype.itemsize
     saving = _FormatSaving(0, 0, 0)
     if config.dtypes.rules and isinstance(model, HubConfig):
         stage = cast(Stage, stages[number])
         saving = _format_saving(
-            stage, config.dtypes, config.train.dtype, model, expert_replicas, p.ep, p.dp_replicate)
+            stage, config.dtypes, config.train.dtype, model, expert_replicas, p.ep, p.dp_replicate, lora)
     moment_itemsize = dtype_of(config.optimizer.moments).itemsize
     num_muon = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
     master_itemsize = _FP32_BYTES if stored_itemsize < _FP32_BYTES else 0
@@ -71,10 +82,10 @@ def stage_bytes(
     offload = config.optimizer.offload
     shared_experts = expert_shard if expert_replicas > 1 else 0  # experts that no other rank has are not reduced
     return StageBytes(
-        parameters=stored_itemsize * shard - saving.stored,
+        parameters=stored_itemsize * shard + dtype.itemsize * frozen_shard - saving.stored,
         optimizer=(0 if offload else moments) + master_itemsize * shard + saving.masters,
         gathered=(dtype.itemsize * (sizes.dense + sizes.experts) if is_sharded else 0) - saving.gathered,
-        accumulators=_FP32_BYTES * (sizes.dense + sizes.experts),
+        accumulators=_FP32_BYTES * (sizes.trained_dense + sizes.trained_experts),
         reduced=_FP32_BYTES * (dense_shard + shared_experts) if is_sharded else 0,
         copied=_FP32_BYTES * sizes.reduced_at_once(expert_replicas) if is_sharded else 0,
         host=moments if offload else 0,
@@ -87,7 +98,7 @@ def _largest_shard(stage: nn.Module, p: ParallelConfig) -> int:
     """Return the number of elements of a rank's shard of the largest parameter of a stage."""
     experts = _stacked_experts(stage)
     shards = (-(-param.numel() // (p.ep * p.expert_shards if param in experts else p.dense_shards))
-              for param in stage.parameters())
+              for param in stage.parameters() if param.requires_grad)
     return max(shards, default=0)
 
 
@@ -106,14 +117,17 @@ def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int,
 class StageSizes(NamedTuple):
     """Numbers of parameters of a stage.
 
-    dense: dense parameters. experts: parameters of one rank's experts. dense_unit, expert_unit: parameters of each in
-    the largest unit that is reduced at once. A layer is a unit, and all modules around the layers are one. prepared:
-    parameters whose accumulators, if wider than they are, the pipeline creates before the stage's first forward: those
-    of modules that are not of `dualpipe.nn`.
+    dense: dense parameters. experts: parameters of one rank's experts. trained_dense, trained_experts: those of each
+    that are trained. dense_unit, expert_unit: trained parameters of each in the largest unit that is reduced at once. A
+    layer is a unit, and all modules around the layers are one. prepared: trained parameters whose accumulators, if
+    wider than they are, the pipeline creates before the stage's first forward: those of modules that are not of
+    `dualpipe.nn`.
     """
 
     dense: int
     experts: int
+    trained_dense: int
+    trained_experts: int
     dense_unit: int
     expert_unit: int
     prepared: int
@@ -127,28 +141,35 @@ class StageSizes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def stage_sizes(
-    model: TrainedModel, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool
+    model: TrainedModel, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> list[StageSizes]:
     """Return the sizes of all stages on one of `ep` ranks. ends_meet: the first and the last are on one rank."""
-    stages = stages_on_meta(model, num_stages, layers)
+    stages = stages_on_meta(model, num_stages, layers, lora)
     return [_sizes_of(stage, ep, shares_embedding=ends_meet and stage is stages[-1]) for stage in stages]
 
 
 def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSizes:
     """Return the sizes of a stage. shares_embedding: its tied embedding counts in the first stage."""
     dense, experts = parameter_sizes(stage, ep)
+    trained_dense, trained_experts = parameter_sizes(stage, ep, trained=True)
     if shares_embedding:
-        dense -= sum(param.numel() for param in tied_parameters(stage))
-    layer_sizes = [parameter_sizes(layer, ep) for layer in cast(nn.Module, stage.layers).children()]
+        method = getattr(stage, "tied_parameters", None)
+        dense -= sum(param.numel() for param in (method() if method is not None else ()))
+        trained_dense -= sum(param.numel() for param in tied_parameters(stage))
+    layers = list(cast(nn.Module, stage.layers).children())
+    layer_sizes = [parameter_sizes(layer, ep, trained=True) for layer in layers]
     layer_dense = [dense_size for dense_size, _ in layer_sizes]
     layer_experts = [expert_size for _, expert_size in layer_sizes]
-    around_layers = dense - sum(layer_dense)
+    around_layers = trained_dense - sum(layer_dense)
     stacked = _stacked_experts(stage)
     prepared = sum(param.numel() // (ep if param in stacked else 1)
-                   for param in set(parameters_without_accumulators(stage)))
+                   for param in set(parameters_without_accumulators(stage)) if param.requires_grad)
     return StageSizes(
         dense=dense,
         experts=experts,
+        trained_dense=trained_dense,
+        trained_experts=trained_experts,
         dense_unit=max([around_layers, *layer_dense]),
         expert_unit=max(layer_experts, default=0),
         prepared=prepared,
@@ -156,9 +177,12 @@ def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSize
 
 
 @lru_cache(maxsize=64)
-def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
+def dtype_plan(
+    dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int,
+    lora: LoRAConfig = NO_ADAPTERS,
+) -> DTypePlan:
     """Return the dtype plan of a run with these settings, cached: it takes seconds for a large model."""
-    config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
+    config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas), lora=lora)
     return resolve_run_dtypes(Resolved.of(config, model), {})
 
 
@@ -177,14 +201,14 @@ class _FormatSaving(NamedTuple):
 @lru_cache(maxsize=4096)
 def _format_saving(
     stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, expert_replicas: int, ep: int,
-    dp_replicate: int,
+    dp_replicate: int, lora: LoRAConfig,
 ) -> _FormatSaving:
     """Return the bytes that the formats of a stage save and add. expert_replicas: ranks with the same experts."""
     stored = 0
     masters = 0
     gathered = 0
     replicas = expert_replicas * ep
-    plan = dtype_plan(dtypes, dtype, model, replicas)
+    plan = dtype_plan(dtypes, dtype, model, replicas, lora)
     for name, param in stage.named_parameters():
         planned = plan.of(name)
         format = planned.format
@@ -198,7 +222,8 @@ def _format_saving(
         packed = num_matrices * format.block_rows(rows) * format.row_bytes(columns)
         if not planned.gathered:  # the shards are quantized too
             stored += (itemsize * elements - packed) // shards
-            masters += _FP32_BYTES * elements // shards if itemsize >= _FP32_BYTES else 0
+            needs_masters = param.requires_grad and itemsize >= _FP32_BYTES
+            masters += _FP32_BYTES * elements // shards if needs_masters else 0
         if replicas > 1:
             gathered += planned.compute.itemsize * elements - packed
         if format.block[0] == format.block[1] and planned.compute is torch.bfloat16:

@@ -72,6 +72,7 @@ class Prediction:
             cp=p.cp,
             cp_method=p.cp_method,
             dispatch=p.dispatch,
+            part_bytes=self.config.memory.part_bytes,
             fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else NO_FP8,
         )
 

@@ -22,6 +22,7 @@ from dualpipe.kernels.grouped_gemm_tiles import merged_sizes, most_merged
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
+from dualpipe.nn.head import PART_BYTES, rows_per_part
 from dualpipe.plan.communication import (
     all_to_all_seconds,
     context_numbers,
@@ -46,7 +47,8 @@ class Setting:
     """Inputs of a layer's costs, apart from the layer itself.
 
     tokens: tokens per micro-batch on one rank. length: tokens per sequence. recompute: rules of `Recompute`. overlap:
-    True if the actions of a pair overlap. dispatch: how rows get to experts, as parallel.dispatch says.
+    True if the actions of a pair overlap. dispatch: how rows get to experts, as parallel.dispatch says. part_bytes:
+    limit of the logits that exist at once; 0: none.
     """
 
     model: HubConfig
@@ -61,6 +63,7 @@ class Setting:
     cp_method: str = "auto"
     fp8: FP8Usage = NO_FP8
     dispatch: str = "auto"
+    part_bytes: int = PART_BYTES
 
 
 class Seconds(NamedTuple):
@@ -136,7 +139,9 @@ def layer_costs(
 @lru_cache(maxsize=1024)
 def head_costs(setting: Setting) -> LayerCosts:
     """Return the costs of the last norm, and of all heads and losses, those of multi-token prediction included."""
-    return _time_parts(setting, head_parts(setting.model, setting.dtype), 0.0)
+    limit = setting.part_bytes
+    fits = limit and setting.tokens <= rows_per_part(setting.model.vocab_size, setting.dtype, limit)
+    return _time_parts(setting, head_parts(setting.model, setting.dtype, 0 if fits else limit), 0.0)
 
 
 def _time_parts(

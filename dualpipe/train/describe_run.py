@@ -25,6 +25,7 @@ from dualpipe.nn.accumulators import local
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
 from dualpipe.train.config.fit import Resolved
+from dualpipe.train.config.model_config import stages_on_meta
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData, compare_with_checkpoint
 from dualpipe.train.data.token_stream import TokenStream
@@ -93,8 +94,13 @@ def describe_run(
     is_library_model = isinstance(model, HubConfig)
     family = model.model_type if is_library_model else f"{model.model_type} (transformers' implementation)"
     text, validation = _text_sizes(data)
+    counted = f"{parameters:,} parameters"
+    if runner.config.lora.is_enabled:
+        (base,) = stages_on_meta(model)
+        num_frozen = sum(param.numel() for param in base.parameters())
+        counted = f"{parameters:,} parameters of adapters beside {num_frozen:,} frozen ones"
     yield (
-        f"{family}: {parameters:,} parameters in {runner.schedule.num_stages} stages on "
+        f"{family}: {counted} in {runner.schedule.num_stages} stages on "
         f"{_ranks(runner)}, schedule {runner.schedule.name}, {runner.config.train.dtype}\n"
         f"data: {text.num_tokens:,} tokens in {text.num_documents:,} documents for training, "
         f"{validation.num_tokens:,} in {validation.num_documents:,} for validation"

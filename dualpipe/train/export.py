@@ -16,13 +16,16 @@ from typing import Any, cast
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.directory import find
+from dualpipe.checkpoint.hub.files import CONFIG
 from dualpipe.checkpoint.hub.save import check_quantized
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.models import HubConfig, read_config
+from dualpipe.nn.lora import check_merge, merge_adapters
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import say, warn
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import Location, RemotePath, as_location
+from dualpipe.train.config.lora import ADAPTER_CONFIG, adapter_plan
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import set_aside
@@ -37,7 +40,8 @@ def is_exported(config: Config, source: Location | None) -> bool:
     source: the checkpoint, or directory of checkpoints, that the run resumes from. None: a new run.
     """
     target = config.export_directory
-    if target is None or source is None or not (target / "config.json").is_file():
+    exports_adapters = config.lora.is_enabled and not config.export.merged
+    if target is None or source is None or not (target / (ADAPTER_CONFIG if exports_adapters else CONFIG)).is_file():
         return False
     committed = find(source).committed
     if not committed or committed[0].manifest.step != config.train.steps:
@@ -53,6 +57,8 @@ def _describe_export(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the record of an export, as JSON: its directory, its settings, and a hash of the checkpoint's content."""
     written = sorted((name, file.checksum) for name, file in checkpoint.manifest.files.items())
     settings = {"quantized": config.export.quantized, "dtypes": asdict(config.dtypes), "init": asdict(config.init)}
+    if config.lora.is_enabled:
+        settings |= {"merged": config.export.merged, "lora": asdict(config.lora)}
     record = {
         "directory": str(cast(Path, config.export_directory).resolve()),
         "checkpoint": hashlib.sha256(json.dumps([checkpoint.manifest.step, written]).encode()).hexdigest(),
@@ -73,7 +79,9 @@ def check_export(config: Config, model: Model) -> None:
     if source and Path(source).resolve() == target.resolve():
         raise ValueError(f"export.to_hf would replace init.from_hf = {source!r}, which the export reads; give another "
                          "output.dir or export.to_hf")
-    if config.export.quantized:
+    if config.export.merged:
+        check_merge(model.stages)
+    if config.export.quantized and not config.lora.is_enabled:
         # A transformers model with this option is refused when the configuration is read.
         check_quantized(cast(HubConfig, model.config), model.plan)
     # Without model.config the model is that of init.from_hf.
@@ -100,7 +108,7 @@ def _is_free(target: Path) -> bool:
 
 
 def export(config: Config, model: Model, job: Job, checkpoint: Location | None) -> None:
-    """Write the model in Hugging Face's format if [export] asks for it. Collective.
+    """Write the model, or its adapters, in Hugging Face's format if [export] asks for it. Collective.
 
     checkpoint: of the same state; None: it could not be written.
     """
@@ -110,7 +118,14 @@ def export(config: Config, model: Model, job: Job, checkpoint: Location | None) 
     source = config.init.from_hf or None
     with Recorder.current().doing("export", str(target)):
         job.ranks.first(lambda: _prepare(config, target, checkpoint))
-        if isinstance(model.config, HubConfig):
+        if config.lora.is_enabled and config.export.merged:
+            merge_adapters(model.stages)
+        if config.lora.is_enabled and not config.export.merged:
+            from dualpipe.hf.lora import save_adapter
+
+            save_adapter(model.stages, target, adapter_plan(model.config, config.lora).config, mesh=job.mesh,
+                         base=source)
+        elif isinstance(model.config, HubConfig):
             save_hf(model.stages, target, job.mesh, model.plan, quantized=config.export.quantized, source=source)
         else:
             from dualpipe.hf import CausalLMStage, save_stages
@@ -118,7 +133,8 @@ def export(config: Config, model: Model, job: Job, checkpoint: Location | None) 
             save_stages(cast("Sequence[CausalLMStage]", model.stages), target, mesh=job.mesh, plan=model.plan,
                         source=source)
     if job.rank == 0:
-        say(f"the model: {target}")
+        exports_adapters = config.lora.is_enabled and not config.export.merged
+        say(f"the {'adapters' if exports_adapters else 'model'}: {target}")
 
 
 def _prepare(config: Config, target: Path, checkpoint: Location | None) -> None:

@@ -14,6 +14,7 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention import AttentionChoice, choose_attention_kernel, head_size
 from dualpipe.nn.grouped_linear import GemmLibrary
+from dualpipe.nn.lora import Adapter
 from dualpipe.nn.pick_fastest import check_runs, pick_fastest
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.ranks.rank_sync import RankSync
@@ -82,15 +83,17 @@ def choose_expert_gemm(stages: Sequence[nn.Module], library: str, work: ExpertWo
     """Set `gemm_library` of all expert layers of the stages. Collective over `ranks`.
 
     library: one of `LIBRARIES`, or "auto" for the one that takes the least time for a forward and an input gradient of
-    each layer size. Layers with quantized weights keep dualpipe's own GEMMs.
+    each layer size. Layers with quantized weights and adapters keep dualpipe's own GEMMs.
 
     Raises ValueError, on every rank, if the requested library does not run on some rank.
     """
     if library == "dualpipe":
         return GemmChoice(library)
     modules = [module for stage in stages for module in stage.modules()]
+    factors = {id(factor) for module in modules if isinstance(module, Adapter) for factor in module.children()}
     layers = [module for module in modules
-              if isinstance(module, GroupedLinear) and not isinstance(local(module.weight.detach()), QuantizedTensor)]
+              if isinstance(module, GroupedLinear) and id(module) not in factors
+              and not isinstance(local(module.weight.detach()), QuantizedTensor)]
     shapes = sorted({
         GemmShape(layer.num_groups // work.expert_ranks, layer.out_features, layer.in_features) for layer in layers})
     text = f"GEMMs of the experts by {library!r}, as configured"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention.sequence_split import SequenceSplit
+from dualpipe.nn.head import PART_BYTES, HeadRows
 from dualpipe.train.data.token_stream import NO_TARGET
 
 
@@ -31,8 +32,10 @@ class MicroBatchLoss:
         mtp_weight: `weight` in the formula above.
         denominator: divisor of the sums over the tokens of every micro-batch, a tensor with one element. It replaces
             the number of tokens times `num_microbatches` if micro-batches have different numbers of targets.
+        part_bytes: limit of the logits that exist at once, counted in float32; 0: those of all tokens do.
 
     Attributes:
+        takes_head_rows: True if a pipeline may pass `HeadRows` in place of logits.
         depth_losses: for each micro-batch, the detached losses by depth (1 + D,); their sum over the step is the mean.
             Empty for a model without MTP.
         greedy: for each micro-batch that ran without gradients, the likeliest token of each depth and the targets, both
@@ -40,20 +43,25 @@ class MicroBatchLoss:
     """
 
     def __init__(
-        self, num_microbatches: float, mtp_weight: float = 0.0, *, denominator: Tensor | None = None
+        self, num_microbatches: float, mtp_weight: float = 0.0, *, denominator: Tensor | None = None,
+        part_bytes: int = PART_BYTES,
     ) -> None:
+        self.takes_head_rows = part_bytes > 0
+        self.part_bytes = part_bytes
         self._num_microbatches = num_microbatches
         self._denominator = denominator
         self._mtp_weight = mtp_weight
         self.depth_losses: list[Tensor] = []
         self.greedy: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, *tensors: Tensor | HeadRows) -> Tensor:
         """Return the loss of a micro-batch, a scalar.
 
-        tensors: logits (B, C, V) and targets (B, C); with MTP the logits of each depth and targets (B, C, 1 + D).
+        tensors: logits (B, C, V), or the rows of their head, and targets (B, C); with MTP the logits of each depth and
+        targets (B, C, 1 + D).
         """
         *logits, targets = tensors
+        assert isinstance(targets, Tensor), "the last argument is the labels"
         denominator: Tensor | int | None = self._denominator
         scale = 1.0
         if denominator is None:
@@ -61,10 +69,15 @@ class MicroBatchLoss:
             # documents would weigh more.
             denominator = logits[0].shape[:-1].numel()
             scale = self._num_microbatches
-        depth_loss = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=denominator)
+        depth_loss = partial(
+            cross_entropy_loss, ignore_index=NO_TARGET, denominator=denominator, part_bytes=self.part_bytes)
         if len(logits) == 1:
-            return depth_loss(logits[0], targets) / scale
-        losses = torch.stack([depth_loss(logits_k, targets[..., k]) for k, logits_k in enumerate(logits)]) / scale
+            return depth_loss(logits[0], targets, upstream=1 / scale) / scale
+        shares = [1.0, *[self._mtp_weight / (len(logits) - 1)] * (len(logits) - 1)]
+        losses = torch.stack([
+            depth_loss(logits_k, targets[..., k], upstream=share / scale)
+            for k, (logits_k, share) in enumerate(zip(logits, shares))
+        ]) / scale
         self.depth_losses.append(losses.detach())
         if not torch.is_grad_enabled():
             self.greedy.append((torch.stack([logits_k.argmax(-1) for logits_k in logits], -1), targets))

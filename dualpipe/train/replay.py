@@ -29,6 +29,7 @@ from dualpipe.models import read_hub_json
 from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention import use_attention_kernel
 from dualpipe.parallel.experts.one_hop import DispatchPlan
+from dualpipe.parallel.fsdp.unit_records import own_hook
 from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.device import deterministic
@@ -126,7 +127,8 @@ class ResultWatch(Observer):
 
     def __enter__(self) -> Self:
         modules = [named_module for stage in self._stages for named_module in stage.named_modules()]
-        self._hooks = [module.register_forward_hook(partial(self._record_call, name))
+        # Own hooks, with which a head still runs in parts: the bits are those of a step without them.
+        self._hooks = [module.register_forward_hook(own_hook(partial(self._record_call, name)))
                        for name, module in modules if name]
         self._recorder.subscribe(self)
         return self
@@ -434,7 +436,8 @@ def read_bundle(path: str | Path) -> Config:
         raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest; restore it")
     model = replace(config.model, config=str(path))
     checkpoint = CheckpointConfig(resume=str(path))
-    return replace(config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
+    init = config.init if config.lora.is_enabled else InitConfig()  # the frozen base of adapters is not in the bundle
+    return replace(config, init=init, export=ExportConfig(), model=model, checkpoint=checkpoint)
 
 
 def replay(config: Config, info: RankInfo) -> int:

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
 from dualpipe.checkpoint.directory import AllDamaged, FoundCheckpoints, find, raise_none_complete, scan
+from dualpipe.checkpoint.hub.files import checksum
 from dualpipe.checkpoint.manifest import Manifest
 from dualpipe.checkpoint.optimizer_state import ParameterState
+from dualpipe.checkpoint.state import OPTIMIZER
 from dualpipe.models import HubConfig
+from dualpipe.nn.lora import has_adapters
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.dtypes import dtype_of
@@ -62,10 +65,14 @@ class TrainingState(NamedTuple):
 def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | ParameterState]:
     """Return the tensors of a rank's stages and of their optimizer, by names that are the same in every layout.
 
-    In a model of transformers with a tied embedding, a rank with the last stage but not the first holds the embedding
+    Of a model with adapters, the adapters alone: everything else is that of init.from_hf. In a model of transformers
+    with a tied embedding, a rank with the last stage but not the first holds the embedding
     as its head only. The tensor is named after the embedding, as on the rank of the first stage.
     """
     tensors = training_state(model.stages, optimizer)
+    if has_adapters(model.stages):
+        trained = {name for stage in model.stages for name, param in stage.named_parameters() if param.requires_grad}
+        return {name: tensor for name, tensor in tensors.items() if name in trained or name.startswith(OPTIMIZER)}
     if isinstance(model.config, HubConfig) or not model.config.is_tied:
         return tensors
     embedding = f"{model.config.name_prefix}embed_tokens.weight"
@@ -87,12 +94,14 @@ class ResumeSource(NamedTuple):
     compute_dtypes: compute dtypes of the run that saved it, by tensor name. None: a new run.
     note: line to print, or "".
     batch: global batch of the run that saved it. None: a new run, or no run saved it (it was imported).
+    has_adapters: it holds the adapters of [lora] alone.
     """
 
     path: Location | None
     compute_dtypes: dict[str, torch.dtype] | None
     note: str
     batch: SavedBatch | None = None
+    has_adapters: bool = False
 
 
 def find_source(config: Config) -> ResumeSource:
@@ -141,7 +150,8 @@ def _select_newest(path: Location, checkpoints: FoundCheckpoints, note: str = ""
             hint = _START_ANEW if isinstance(error, AllDamaged) else ""
             raise ValueError(f"checkpoint.resume: {error}{hint}") from error
     manifest = checkpoints.committed[0].manifest
-    return ResumeSource(path, recorded_dtypes(manifest), note, _saved_batch(path, manifest))
+    has_adapters = bool((manifest.extra or {}).get("base"))
+    return ResumeSource(path, recorded_dtypes(manifest), note, _saved_batch(path, manifest), has_adapters)
 
 
 def recorded_dtypes(manifest: Manifest) -> dict[str, torch.dtype]:
@@ -197,6 +207,7 @@ class Saver:
         self._has_failed = False  # the last save failed
         self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
         self._anomaly = 0  # last step that may be wrong
+        self._base: dict[str, str] = {}  # see `_find_base`
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
             self._checkpoints = Checkpoints(
@@ -211,6 +222,7 @@ class Saver:
             raise
         self.source = source.path
         self.source_dtypes = source.compute_dtypes
+        self._source_has_adapters = source.has_adapters
         self._saved_batch = source.batch
         if source.note:
             self._say(source.note)
@@ -245,10 +257,12 @@ class Saver:
             loaded = self._load(self.source, state)
         except ValueError as error:
             hint = _mtp_hint(state.model.config, self.source_dtypes or ())
+            hint += self._lora_hint()
             if isinstance(error, AllDamaged):
                 hint = _START_ANEW
             raise ValueError(f"{error}{hint}") from error
         manifest = loaded.manifest
+        self._check_base(loaded)
         self._loaded = loaded
         self._newest = loaded.path
         self.mark_anomaly((manifest.extra or {}).get("anomaly", 0))
@@ -258,12 +272,38 @@ class Saver:
             self._checkpoints.ignore(loaded.damaged)
         return manifest.step
 
+    def _lora_hint(self) -> str:
+        """Return a hint if exactly one of checkpoint and run has adapters, else ""."""
+        if self._source_has_adapters == self._config.lora.is_enabled:
+            return ""
+        if self._source_has_adapters:
+            return "\nit has the adapters of a run with [lora] alone; give the settings of [lora] to resume that run"
+        return ("\nit has all weights, and a run with [lora] resumes from adapters; export the checkpoint by `dualpipe "
+                "hf export`, and give the result as init.from_hf")
+
     def _load(self, path: Location, state: TrainingState) -> Loaded:
         """Load a checkpoint into `state`."""
         loaded = load(path, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
                       allow_at_start=_NOT_IMPORTED, seed=self._config.train.seed)
         state.optimizer.round_parameters()
         return loaded
+
+    def _find_base(self) -> dict[str, str]:
+        """Return the path and checksum of the frozen base of adapters; empty for a run that trains all weights."""
+        if self._config.lora.is_enabled and not self._base:
+            folder = self._config.init.from_hf
+            seed = f"random weights of train.seed = {self._config.train.seed}"
+            self._base = {"path": folder, "checksum": checksum(folder, self._job.ranks) if folder else seed}
+        return self._base
+
+    def _check_base(self, loaded: Loaded) -> None:
+        """Raise ValueError if the adapters of a checkpoint were trained on another base than that of the run."""
+        base = self._find_base()
+        saved = (loaded.manifest.extra or {}).get("base") or {}
+        if saved.get("checksum") != base.get("checksum"):
+            raise ValueError(f"{loaded.path} has adapters of the base {saved.get('path')!r} "
+                             f"({saved.get('checksum')}), but init.from_hf = {base.get('path')!r} has "
+                             f"{base.get('checksum')}; give the base that they were trained on")
 
     def _describe_resume(self, loaded: Loaded) -> list[str]:
         """Return lines about a loaded checkpoint and its differences from the run."""
@@ -366,7 +406,7 @@ class Saver:
         self._saved_step = step
         self._saved_path = None
         return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
+                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly, "base": self._find_base()})
 
     def path_of(self, step: int) -> Location | None:
         """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""

@@ -26,11 +26,12 @@ from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention.sequence_split import SequenceSplit
+from dualpipe.nn.lora import initial_values
 from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes
 from dualpipe.parallel.context.context_parallel import ContextParallel
-from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
+from dualpipe.parallel.fsdp.materialize import Sliceable, build_on_meta, materialize
 from dualpipe.parallel.fsdp.shard_over_mesh import shard_over_mesh
 from dualpipe.parallel.mesh import DENSE, Mesh
 from dualpipe.quantized.quantize_model import quantized_part
@@ -41,8 +42,9 @@ from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.train.config.fit import Resolved
+from dualpipe.train.config.lora import adapter_plan
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.schema import Config, ParallelConfig, TrainConfig
+from dualpipe.train.config.schema import NO_ADAPTERS, Config, LoRAConfig, ParallelConfig, TrainConfig
 from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.join import Job
 from dualpipe.train.loss import MicroBatchLoss, token_weight, tokens_ahead
@@ -93,15 +95,19 @@ def resolve_run_dtypes(
     recorded: dtypes in the checkpoint to resume from, see `resolve_model_dtypes`; None without one.
     """
     config = resolved.config
+    lora = config.lora
+    if lora.is_enabled:
+        recorded = None  # a checkpoint of adapters; the base is loaded from init.from_hf in any case
     return resolve_model_dtypes(
         resolved.model, resolved.dtypes.compute, replicas=config.parallel.replicas, rules=resolved.dtypes.rules,
-        recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
+        recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh, lora=lora,
     )
 
 
 def resolve_model_dtypes(
     config: TrainedModel, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
     recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> DTypePlan:
     """Return the plan of the whole model, which computes in `dtype` and accumulates gradients in at least float32.
 
@@ -114,6 +120,7 @@ def resolve_model_dtypes(
         from_hf: directory with a Hugging Face checkpoint to load instead. Its dtypes count like recorded ones:
             parameters in float32 among narrower ones stay float32. A checkpoint that is float32 throughout does not
             change the plan; with one replica its values become the masters.
+        lora: adapters of the model. Frozen weights are stored in their compute dtype.
 
     Collective over `mesh` with `from_hf`. Raises ValueError like `resolve_dtypes`, and with one replica for a rule
     whose storage differs from its compute dtype.
@@ -121,7 +128,7 @@ def resolve_model_dtypes(
     wide = torch.promote_types(dtype, torch.float32)
     if replicas == 1:
         rules = [replace(rule, storage=rule.gather, gather=None) if rule.gather else rule for rule in rules]
-    whole = _whole_on_meta(config, wide if replicas > 1 else dtype)
+    whole = _whole_on_meta(config, wide if replicas > 1 else dtype, lora)
     loaded = recorded
     if not isinstance(config, HubConfig):
         loaded = None  # transformers builds these stages and reads all weights in the dtype that it is given
@@ -134,9 +141,9 @@ def resolve_model_dtypes(
     return plan if replicas > 1 else _store_as_computed(whole, plan, loaded or {})
 
 
-def _whole_on_meta(config: TrainedModel, dtype: torch.dtype) -> nn.Module:
+def _whole_on_meta(config: TrainedModel, dtype: torch.dtype, lora: LoRAConfig) -> nn.Module:
     """Return the whole model on meta, stored in `dtype`. It must not be changed."""
-    (whole,) = stages_on_meta(config)  # cached: building a large model takes seconds
+    (whole,) = stages_on_meta(config, lora=lora)  # cached: building a large model takes seconds
     if all(parameter.dtype is dtype for parameter in whole.parameters()):
         return whole
     return deepcopy(whole).to(dtype=dtype)
@@ -204,7 +211,8 @@ def build_model(
     place = Mesh.of(mesh)
     context = context or ContextParallel(place.part("cp"))
     if isinstance(dtypes, torch.dtype):
-        plan = resolve_model_dtypes(config, dtypes, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
+        plan = resolve_model_dtypes(
+            config, dtypes, replicas=place.replicas, from_hf=from_hf, mesh=mesh, lora=settings.lora)
     else:
         plan = dtypes
     numbers = schedule.rank_stages(rank)
@@ -224,11 +232,15 @@ def build_model(
         stages = build_on_meta(build_numbers)
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
+    if settings.lora.is_enabled:
+        from dualpipe.hf.lora import adapt_stages  # not at the top: it needs peft
+
+        adapt_stages(stages, adapter_plan(config, settings.lora))
     for stage in stages:
         _apply_settings(stage, plan, settings, context)
     shard_over_mesh(
         stages, place, plan, num_experts={config.num_experts}, dispatch=settings.parallel.dispatch, fp8_rows=fp8_rows)
-    masters = _fill(stages, plan, settings.train.seed, from_hf, mesh, device)
+    masters = _fill(stages, plan, settings, from_hf, mesh, device)
     return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
@@ -242,13 +254,19 @@ def _build_transformers_stages(
     """
     from dualpipe.hf import load_stages
 
+    lora = settings.lora
     recompute = Recompute(settings.memory.recompute, model.num_hidden_layers)
     compute = plan.policy.param_dtype
     is_sharded = Mesh.of(mesh).replicas > 1
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=settings.train.seed,
-        dtype=torch.promote_types(compute, torch.float32) if is_sharded else compute,
-        layers_per_stage=settings.parallel.layers_per_stage, dispatch=settings.parallel.dispatch)
+        dtype=torch.promote_types(compute, torch.float32) if is_sharded and not lora.is_enabled else compute,
+        layers_per_stage=settings.parallel.layers_per_stage, dispatch=settings.parallel.dispatch,
+        lora=adapter_plan(model, lora) if lora.is_enabled else None)
+    if lora.adapter:
+        from dualpipe.hf.lora import load_adapter
+
+        RankSync.of_mesh(mesh).agree(lambda: load_adapter(stages, lora.adapter))
     RankSync.of_mesh(mesh).agree(lambda: _check_ties(stages, model, from_hf))
     for stage in stages:
         stage.recompute = recompute
@@ -265,16 +283,30 @@ def _check_ties(stages: Sequence[CausalLMStage], model: TransformersModel, from_
 
 
 def _fill(
-    stages: Sequence[Stage], plan: DTypePlan, seed: int, from_hf: str, mesh: DeviceMesh | None, device: torch.device
+    stages: Sequence[Stage], plan: DTypePlan, settings: Config, from_hf: str, mesh: DeviceMesh | None,
+    device: torch.device,
 ) -> Mapping[nn.Parameter, Tensor]:
     """Initialize or load the weights of the stages on `device`; return `Model.masters`."""
+    seed = settings.train.seed
+    adapter = settings.lora.adapter
     if not from_hf:
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
+        if adapter:
+            from dualpipe.hf.lora import load_adapter
+
+            RankSync.of_mesh(mesh).agree(lambda: load_adapter(stages, adapter))
         return {}
+    fresh: dict[str, Sliceable] = {}
+    for stage in stages:
+        fresh |= initial_values(stage, seed)
+    if adapter:
+        from dualpipe.hf.lora import read_adapter
+
+        fresh = RankSync.of_mesh(mesh).agree(lambda: dict(read_adapter(stages, adapter)))
     if Mesh.of(mesh).replicas == 1:
-        return _load_with_masters(stages, from_hf, mesh, plan, device)
-    load_hf(stages, from_hf, mesh, plan, device=device)
+        return _load_with_masters(stages, from_hf, mesh, plan, device, fresh)
+    load_hf(stages, from_hf, mesh, plan, device=device, fresh=fresh)
     return {}
 
 
@@ -293,15 +325,18 @@ def _apply_settings(stage: Stage, plan: DTypePlan, settings: Config, context: Co
 
 
 def _load_with_masters(
-    stages: Sequence[nn.Module], from_hf: str, mesh: DeviceMesh | None, plan: DTypePlan, device: torch.device
+    stages: Sequence[nn.Module], from_hf: str, mesh: DeviceMesh | None, plan: DTypePlan, device: torch.device,
+    fresh: Mapping[str, Sliceable],
 ) -> dict[nn.Parameter, Tensor]:
-    """Load like `load_hf`; return the values of half-precision parameters before rounding, by parameter."""
-    names = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    """Load like `load_hf`; return the values of trained half-precision parameters before rounding, by parameter."""
+    names = {name for stage in stages for name, param in stage.named_parameters(remove_duplicate=False)
+             if param.requires_grad}
     loaded_in_float32 = {
         name: replace(dtypes, storage=torch.float32) for name, dtypes in plan.tensors.items()
         if name in names and dtypes.storage in HALF
     }
-    load_hf(stages, from_hf, mesh, DTypePlan(plan.policy, {**plan.tensors, **loaded_in_float32}), device=device)
+    load_hf(stages, from_hf, mesh, DTypePlan(plan.policy, {**plan.tensors, **loaded_in_float32}), device=device,
+            fresh=fresh)
     masters: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -428,14 +463,15 @@ class StepRunner:
         """
         train = self.config.train
         mtp_weight = self.config.mtp.weight_of(step, train.steps)
+        part_bytes = self.config.memory.part_bytes
         if self.counts_targets and batch is not None and self.model.has_last:
             self.num_targets = self._count_targets(batch)
             # Gradients are averaged over the replicas: dividing by the number of targets per replica gives the gradient
             # of the mean over the global batch.
             denominator = self.num_targets.clamp(min=1) / self.config.parallel.replicas
-            return MicroBatchLoss(train.num_chunks, mtp_weight, denominator=denominator)
+            return MicroBatchLoss(train.num_chunks, mtp_weight, denominator=denominator, part_bytes=part_bytes)
         num_microbatches = train.num_chunks / token_weight(self.split, train.sequence_length)
-        return MicroBatchLoss(num_microbatches, mtp_weight)
+        return MicroBatchLoss(num_microbatches, mtp_weight, part_bytes=part_bytes)
 
     def _count_targets(self, batch: TokenBatch) -> Tensor:
         """Count the targets of the global batch, a float32 scalar. Collective over the ranks of the last stage.
@@ -557,10 +593,11 @@ def build_training(
     config = resolved.config
     derive_random(config.train.seed, 0, job.rank)
     plan = resolve_run_dtypes(resolved, recorded, job.mesh)
-    runner = StepRunner(resolved, job, dtypes=plan, from_hf=config.init.from_hf if recorded is None else "")
+    loads_base = recorded is None or config.lora.is_enabled  # checkpoints of adapters lack the base
+    runner = StepRunner(resolved, job, dtypes=plan, from_hf=config.init.from_hf if loads_base else "")
     optimizer = build_optimizer(
         config.optimizer, resolved.model, runner.model.stages, moments=resolved.dtypes.moments,
-        masters=runner.model.masters,
+        masters=runner.model.masters, lora=config.lora,
     )
     runner.recorder.made("parameters", *optimizer.parameters)
     return runner, optimizer

@@ -155,7 +155,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize(("device", "how"), [("cpu", "deferred"), ("cpu", "in a full backward"), ("cuda", "deferred")])
 @pytest.mark.parametrize("make", [Linear, Embedding])
 def test_a_gradient_is_added_to_a_wider_accumulator_without_one_of_the_whole_weight(device, make, how, monkeypatch):
-    monkeypatch.setattr(linear, "_CHUNK", 7 * 64)
+    monkeypatch.setattr(linear, "LARGEST_WEIGHT_GRAD", 7 * 64)
     with nullcontext() if device == "cpu" else pretend_cuda():
         layer, store, sums = make(64, 64, device=device, dtype=torch.bfloat16), WeightGradStore(), []
         layer.weight.grad_dtype = torch.float32
@@ -173,8 +173,8 @@ def test_a_gradient_is_added_to_a_wider_accumulator_without_one_of_the_whole_wei
 
 def test_a_gradient_in_chunks_is_that_of_the_whole(monkeypatch):
     store, layer, x, dy = WeightGradStore(), Linear(6, 50), torch.randn(9, 6), torch.randn(9, 50)
-    for chunk in (linear._CHUNK, 6 * 7, 1):
-        monkeypatch.setattr(linear, "_CHUNK", chunk)
+    for chunk in (linear.LARGEST_WEIGHT_GRAD, 6 * 7, 1):
+        monkeypatch.setattr(linear, "LARGEST_WEIGHT_GRAD", chunk)
         layer.weight.grad = torch.ones_like(layer.weight)
         backward(layer, x, dy, store)
         store.run("I")

@@ -107,12 +107,14 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
         side["ahead"] = tokens.unsqueeze(-1).expand(-1, -1, depth).clone()
     if model.has_first and p.cp > 1:
         side["positions"] = torch.arange(t.sequence_length).expand(num_sequences, -1)
-    one_loss = MicroBatchLoss(t.num_chunks)
+    one_loss = MicroBatchLoss(t.num_chunks, part_bytes=config.memory.part_bytes)
 
     def loss(*logits_and_labels: torch.Tensor) -> torch.Tensor:
         *logits, labels = logits_and_labels
         return torch.stack([one_loss(each, labels) for each in logits]).sum()
 
+    loss.takes_head_rows = one_loss.takes_head_rows
+    loss.part_bytes = one_loss.part_bytes
     peaks = []
     times = 1 if mesh.size() == 1 else 5
     for profiled in (nullcontext(), *(profile(activities=[CPU], profile_memory=True) for _ in range(times))):
@@ -172,6 +174,15 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     ratios = ratios_of(path, layout, schedule, recompute)
     # gloo's threads hold received rows for a while: up to 4% of a rank's peak at a load of 30.
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.07 if layout[2] > 1 else 0.05)
+
+
+@pytest.mark.slow
+def test_a_head_in_parts_takes_what_is_counted(tmp_path):
+    path = str(write_files(tmp_path, MODEL | FAMILIES["qwen3_moe"] | {"vocab_size": 16384, "num_hidden_layers": 2}))
+    shape = ("--train.micro_batch_size", "8", "--train.num_chunks", "2")
+    whole, in_parts = (ratios_of(path, (1, 1, 1), "1f1b", "none", *shape, "--memory.logits", size)
+                       for size in ("0", "0.001"))
+    assert [*whole, *in_parts] == pytest.approx([1.0, 1.0], abs=0.05)
 
 
 LONGER = ("--train.sequence_length", "64", "--train.micro_batch_size", "8")  # where scores decide the peak

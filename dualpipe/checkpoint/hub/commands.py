@@ -192,12 +192,16 @@ def export_checkpoint(
             its path, because loading one reads nothing outside of it.
 
     Raises:
-        ValueError: the checkpoint does not record its model, or the target exists.
+        ValueError: the checkpoint does not record its model or holds adapters alone, or the target exists.
     """
     checkpoints = find(source)
     if not checkpoints.committed:
         raise_none_complete(source, checkpoints.damaged.values())
     newest = checkpoints.committed[0]
+    base = (newest.manifest.extra or {}).get("base")
+    if base:
+        raise ValueError(f"{newest.path} has adapters of the base {base.get('path')!r} alone; start its run again with "
+                         "export.to_hf, and for a whole model export.merged = true: a complete run only exports")
     model = _model_of(newest)
     stages = _stages(model)
     for stage in stages:

@@ -20,10 +20,14 @@ from torch import Tensor
 from dualpipe.checkpoint.hub.stored_formats import fp8_block
 from dualpipe.checkpoint.tensors import Box, TensorHeader, read_header
 from dualpipe.runtime.errors import raise_for
+from dualpipe.runtime.files import CHECKSUMS
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CHECKSUM = "xxh3_128"
+_HASHED_AT_ONCE = 2**24  # bytes
 StrPath = str | PathLike[str]
 
 
@@ -48,6 +52,27 @@ def file_within(folder: StrPath, name: Any) -> Path:
     if not path.is_file():
         raise ValueError(f"{folder} has no file {name}; is the download complete?")
     return path
+
+
+def checksum(folder: StrPath, ranks: RankSync) -> str:
+    """Return a checksum of the tensors and of the config.json in a directory. Collective: ranks share the reading."""
+    names = [*sorted(path.name for path in Path(folder).glob("*.safetensors")), CONFIG]
+
+    def hash_files() -> dict[str, str]:
+        digests = {}
+        for name in names[ranks.rank :: ranks.size]:
+            digest = CHECKSUMS[_CHECKSUM]()
+            with file_within(folder, name).open("rb") as file:
+                while block := file.read(_HASHED_AT_ONCE):
+                    digest.update(block)
+            digests[name] = digest.hexdigest()
+        return digests
+
+    digests: dict[str, str] = {}
+    for of_rank in ranks.gather(hash_files):
+        digests |= of_rank
+    whole = CHECKSUMS[_CHECKSUM](json.dumps(sorted(digests.items())).encode())
+    return f"{_CHECKSUM}:{whole.hexdigest()}"
 
 
 def read_json(folder: StrPath, name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from dualpipe.models import HubConfig, same_values
 from dualpipe.models.hub import HubTensorPart
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.fsdp.materialize import check_materialize, materialize
+from dualpipe.parallel.fsdp.materialize import Sliceable, check_materialize, materialize
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import nearest, raise_for
@@ -44,6 +44,7 @@ _MAX_LISTED = 3  # tensors of each kind of problem in an error message
 def load_hf(
     stages: Sequence[nn.Module], path: StrPath, mesh: DeviceMesh | None, plan: DTypePlan, *,
     device: torch.device | str | None = None, param_device: torch.device | str | None = None,
+    fresh: Mapping[str, Sliceable] | None = None,
 ) -> int:
     """Fill this rank's stages from a Hugging Face checkpoint; return the bytes read. Collective over `mesh`.
 
@@ -62,6 +63,7 @@ def load_hf(
         plan: the dtypes of the parameters.
         device: default: the device of the mesh, or the CPU.
         param_device: as for `materialize`.
+        fresh: values by name for parameters that the checkpoint lacks, such as those of adapters.
 
     Raises (on all ranks):
         ValueError: before anything is changed. A file is missing, truncated, no safetensors or outside of the
@@ -77,23 +79,27 @@ def load_hf(
     config = ranks.agree(lambda: common_config(stages))
     header, block = ranks.first(lambda: _read_headers(path, config))
     reader = Reader(path, header, block)
-    sources = ranks.agree(lambda: _find_sources(stages, config, reader, path, plan))
+    sources = ranks.agree(lambda: _find_sources(stages, config, reader, path, plan, fresh or {}))
     ranks.agree(lambda: [materialize(stage, device, plan, source=source, param_device=param_device)
                          for stage, source in zip(stages, sources)])
     return reader.bytes_read
 
 
 def _find_sources(
-    stages: Sequence[nn.Module], config: HubConfig, reader: Reader, path: StrPath, plan: DTypePlan
-) -> list[dict[str, HubTensor]]:
-    """Return the checkpoint's tensors of every stage by name, after checking that they can be read and fit the plan."""
+    stages: Sequence[nn.Module], config: HubConfig, reader: Reader, path: StrPath, plan: DTypePlan,
+    fresh: Mapping[str, Sliceable],
+) -> list[dict[str, Sliceable]]:
+    """Return the tensors of every stage by name, after checking that they can be read and fit the plan.
+
+    fresh: see `load_hf`.
+    """
     tensors = find_tensors(config, reader)
     params = [stage_tensors(stage) for stage in stages]
-    sources = [{name: tensors[name] for name in stage_params if name in tensors} for stage_params in params]
-    reader.check(name for source in sources for tensor in source.values()
+    stored = [{name: tensors[name] for name in stage_params if name in tensors} for stage_params in params]
+    reader.check(name for source in stored for tensor in source.values()
                  for name, _ in tensor.reads(Box.whole(tensor.shape)))
     mismatches = []
-    for stage_params, source in zip(params, sources):
+    for stage_params, source in zip(params, stored):
         for name, tensor in source.items():
             quantized = quantized_part(stage_params[name])
             mismatch = "" if quantized is None else tensor.format_mismatch(quantized.format)
@@ -101,8 +107,11 @@ def _find_sources(
                 mismatches.append(f"{name}: {mismatch}")
     raise_for(f"{path} does not fit the formats of the dtype plan; give these weights another one, or none:",
               mismatches)
-    for stage, source in zip(stages, sources):
-        check_materialize(stage, plan, source=source)
+    sources: list[dict[str, Sliceable]] = []
+    for stage, stage_params, source in zip(stages, params, stored):
+        new = {name: fresh[name] for name in stage_params if name in fresh}
+        check_materialize(stage, plan, source={**source, **new})
+        sources.append({**source, **new})
     return sources
 
 

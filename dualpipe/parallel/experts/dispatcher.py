@@ -219,11 +219,15 @@ def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in parameters.items() if name.removesuffix("_bias") in weights}
 
 
-def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
-    """Return the number of dense parameters, and the number of expert parameters on one of `ep` ranks."""
+def parameter_sizes(module: nn.Module, ep: int, *, trained: bool = False) -> tuple[int, int]:
+    """Return the number of dense parameters, and the number of expert parameters on one of `ep` ranks.
+
+    trained: count the parameters that are trained alone.
+    """
     stacked = (stacked_parameters(inner).values() for inner in module.modules())
-    experts = sum(param.numel() for params in stacked for param in params)
-    return sum(param.numel() for param in module.parameters()) - experts, experts // ep
+    experts = sum(param.numel() for params in stacked for param in params if param.requires_grad or not trained)
+    total = sum(param.numel() for param in module.parameters() if param.requires_grad or not trained)
+    return total - experts, experts // ep
 
 
 def is_interface_experts(module: nn.Module) -> bool:

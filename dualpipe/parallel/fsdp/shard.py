@@ -23,7 +23,12 @@ from torch.utils._pytree import tree_map_only
 from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.fsdp.materialize import cast_to_storage
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gathers, attach_all
-from dualpipe.parallel.fsdp.unit_records import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
+from dualpipe.parallel.fsdp.unit_records import (
+    ParameterPlace,
+    keep_hook_on_reduce_stream,
+    own_hook,
+    share_parameter,
+)
 from dualpipe.parallel.precision.dtype_plan import DTypePlan, slots
 from dualpipe.parallel.precision.partition import Key, ModuleUnits
 from dualpipe.parallel.tied import mark_sharded, original_number
@@ -111,7 +116,7 @@ def shard(
         if key:
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
     if gathers:  # before the hooks of FSDP2, whose first forward may pad the shards of all units
-        module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
+        module.register_forward_pre_hook(own_hook(lambda *_: attach_all(gathers)), prepend=True)
     for inner, (inputs, outputs) in units.casts.items():
         _cast(inner, inputs, outputs)
     for inner, dtypes in units.narrowed.items():
@@ -167,14 +172,14 @@ def _fully_shard(
     gathers = add_packed_gathers(first, formats) if isinstance(first, FSDPModule) else []
     if gathers:
         for module in modules:
-            module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
+            module.register_forward_pre_hook(own_hook(lambda *_: attach_all(gathers)), prepend=True)
     if mesh.size() != dense_mesh.size() and isinstance(first, FSDPModule):
         # FSDP2 takes the mean over the unit's mesh; the hook divides by the remaining factor, which gives the mean over
         # `dense_mesh`. set_gradient_divide_factor is not an option: gloo lacks the reduction that it uses, and if FSDP2
         # is made to use sums instead, it divides twice on a mesh of one rank.
         first.set_all_reduce_hook(divide)
         for module in modules:
-            module.register_forward_pre_hook(lambda *_: keep_hook_on_reduce_stream(first))
+            module.register_forward_pre_hook(own_hook(lambda *_: keep_hook_on_reduce_stream(first)))
     return gathers
 
 
@@ -218,7 +223,7 @@ def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: lis
     if now:
         set_grad_dtype()
     for module in called:
-        module.register_forward_pre_hook(set_grad_dtype)
+        module.register_forward_pre_hook(own_hook(set_grad_dtype))
 
 
 def _narrow(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -245,6 +250,7 @@ def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -
         return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value,
                              is_leaf=lambda part: isinstance(part, QuantizedRows))  # quantized rows are not cast
 
-    module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
+    cast_inputs = own_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)))
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if outputs is not None:
-        module.register_forward_hook(lambda _, args, output: cast(outputs, output))
+        module.register_forward_hook(own_hook(lambda _, args, output: cast(outputs, output)))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +16,19 @@ from torch.distributed.tensor import DTensor
 from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 
 ParameterPlace = tuple[nn.Module, str]  # a module that has a parameter, and the parameter's name there
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+_OWN_HOOK = "_dualpipe_own_hook"  # attribute of the hooks that `own_hook` has marked
+
+
+def own_hook(hook: Hook) -> Hook:
+    """Mark a forward hook of this library that only casts or prepares, and return it."""
+    setattr(hook, _OWN_HOOK, True)
+    return hook
+
+
+def is_own_hook(hook: Callable[..., Any]) -> bool:
+    """Return True for a hook that `own_hook` has marked."""
+    return hasattr(hook, _OWN_HOOK)
 
 
 def units_of(stage: nn.Module) -> list[Any]:

@@ -230,7 +230,9 @@ class Slot(NamedTuple):
     tensor: Tensor
     is_buffer: bool
     is_saved: bool  # a parameter or persistent buffer
-    is_frozen: bool  # stored in its compute dtype: an untrained scalar, or in a module without trained parameters
+    # Stored in its compute dtype: an untrained scalar, a tensor in a module without trained parameters, or a parameter
+    # of a module that has trained ones only in submodules, such as a linear layer with an adapter.
+    is_frozen: bool
 
 
 def slots(root: nn.Module) -> Iterator[Slot]:
@@ -240,6 +242,9 @@ def slots(root: nn.Module) -> Iterator[Slot]:
         params = list(module.parameters())
         if params and not any(param.requires_grad for param in params):
             frozen.update(map(id, (*params, *module.buffers())))
+        own_params = [param for param in module._parameters.values() if param is not None]
+        if not any(param.requires_grad for param in own_params):
+            frozen.update(map(id, own_params))
     for path, owner in root.named_modules(remove_duplicate=False):
         unsaved = owner._non_persistent_buffers_set  # nn.Module has no public accessor
         for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):

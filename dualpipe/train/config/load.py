@@ -35,7 +35,7 @@ from dualpipe.train.config.schema import (
 
 # Fields that hold the path of an input of the run, by table; and for each, the values that are not paths.
 _INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
-    "model": {"config": ()}, "init": {"from_hf": ()},
+    "model": {"config": ()}, "init": {"from_hf": ()}, "lora": {"config": (), "adapter": ()},
     "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": (), "chat_template": ()},
 }
 # Field names of other trainers whose spelling is not close to the name of the field here.
@@ -48,6 +48,8 @@ FIELDS_BY_FOREIGN_NAME = {
     "global_batch_size": "train.batch_size", "local_batch_size": "train.micro_batch_size",
     "num_microbatches": "train.num_chunks", "gradient_accumulation_steps": "train.num_chunks",
     "save_interval": "checkpoint.interval", "save_steps": "checkpoint.interval", "tokenizer_path": "data.tokenizer",
+    "lora_r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets", "lora_target_modules": "lora.targets", "use_rslora": "lora.rslora",
     "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
 }
 _ANY_NUMBER = "*"  # argparse's nargs

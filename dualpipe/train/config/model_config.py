@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +13,8 @@ from torch import nn
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import FAMILIES, HubConfig, UnsupportedModel, config_from_dict, flops, read_hub_file, read_hub_json
 from dualpipe.models.stages import meta_stages
-from dualpipe.train.config.schema import Config
+from dualpipe.train.config.lora import adapted, check_lora
+from dualpipe.train.config.schema import NO_ADAPTERS, Config, LoRAConfig
 
 if TYPE_CHECKING:
     from dualpipe.hf.model import TransformersModel
@@ -67,6 +69,7 @@ def read_model(config: Config) -> ModelFile:
                          f"{depth + 1} positions ahead, which no token has; give at least {depth + 1}")
     if not isinstance(model.config, HubConfig):
         check_settings(config, model.config)
+    check_lora(config)
     return model
 
 
@@ -184,17 +187,27 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
 
 
 def stages_on_meta(
-    model: TrainedModel, num_stages: int = 1, layers_per_stage: tuple[int, ...] = ()
+    model: TrainedModel, num_stages: int = 1, layers_per_stage: tuple[int, ...] = (), lora: LoRAConfig = NO_ADAPTERS
 ) -> tuple[nn.Module, ...]:
-    """Return all stages of a model on the meta device.
+    """Return all stages of a model on the meta device, with the adapters of [lora].
 
     Callers share the cached result: it is for inspection only.
     """
+    if lora.is_enabled:
+        return _adapted_stages(model, num_stages, layers_per_stage, lora)
     if not isinstance(model, HubConfig):
         return model.meta_stages(num_stages, layers_per_stage)
     if num_stages == 1 and not layers_per_stage:
         return meta_stages(model)  # no options: shares its cache entry with all callers that inspect a whole model
     return meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
+
+
+@lru_cache(maxsize=16)
+def _adapted_stages(
+    model: TrainedModel, num_stages: int, layers_per_stage: tuple[int, ...], lora: LoRAConfig
+) -> tuple[nn.Module, ...]:
+    """Return `stages_on_meta` with adapters, cached."""
+    return adapted(stages_on_meta(model, num_stages, layers_per_stage), model, lora)
 
 
 def flops_per_token(model: TrainedModel, sequence_length: int) -> float:

@@ -89,6 +89,8 @@ class ExportConfig:
     to_hf: str = ""
     """directory to create, with the model as a Hugging Face checkpoint; "auto": `hf` in output.dir, where the export of
     an earlier run is renamed"""
+    merged: bool = False
+    """with [lora]: export the whole model with the adapters added to its weights, instead of the adapters alone"""
     quantized: bool = False
     """export weights stored in fp8_block (for gpt-oss, mxfp4) in that format instead of dequantized"""
 
@@ -346,8 +348,16 @@ class MemoryConfig:
     recompute: tuple[str, ...] = ()
     """parts of layers to recompute instead of keeping their activations: attention, experts, norms or layer, dispatch
     (the experts, whose tokens are also dispatched a second time); for some layers as in experts:0-7; or none"""
+    logits: float = _not_negative(0.5)
+    """GB (10^9 bytes) of logits, counted in float32, that exist at once: the head and the loss run on a part of the
+    tokens at a time, where the head is a plain linear layer; 0: on all tokens of a micro-batch"""
     capacity: float = _not_negative(0.0)
     """GB (10^9 bytes) of a device, for `dualpipe memory` to report the rest; 0: no report"""
+
+    @property
+    def part_bytes(self) -> int:
+        """Return `logits` in bytes."""
+        return round(self.logits * 1e9)
 
 
 @dataclass(frozen=True)
@@ -383,6 +393,45 @@ class MTPConfig:
     def weight_of(self, step: int, steps: int) -> float:
         """Return the weight in step `step`, counted from 1, of a run of `steps` steps."""
         return self.last_weight if step > steps - self.last_steps else self.weight
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """[lora]: low-rank adapters by peft (the extra "hf"), which are trained instead of the model's own weights."""
+
+    rank: int = _not_negative(0)
+    """rank of the adapters; 0: all weights are trained"""
+    alpha: float = _not_negative(0.0)
+    """adapters are multiplied by alpha / rank; 0: twice the rank"""
+    dropout: float = _below_1(0.0)
+    """probability that an element of an adapter's input is zero in training; not for experts and routers"""
+    targets: tuple[str, ...] = ()
+    """ends of the names in transformers of what gets an adapter: linear layers (q_proj), stacked weights
+    (experts.gate_up_proj), routers (mlp.gate.weight), the head (lm_head); or all-linear"""
+    rslora: bool = False
+    """multiply adapters by alpha / sqrt(rank) instead"""
+    config: str = ""
+    """an adapter_config.json of peft, or the directory that holds it, in place of the fields above"""
+    adapter: str = ""
+    """directory of an adapter, as peft or an earlier run wrote it, to begin with; its adapter_config.json takes the
+    place of the fields above"""
+
+    def __post_init__(self) -> None:
+        has_file = bool(self.config or self.adapter)
+        changed = [setting.name for setting in fields(self) if getattr(self, setting.name) != setting.default]
+        _require(not (self.config and self.adapter), "lora.config", self.config, "leave it out; lora.adapter has one")
+        _require(not has_file or len(changed) == 1, "[lora]", changed,
+                 "the adapter_config.json sets all of these; leave out all but lora.config or lora.adapter")
+        _require(has_file or (self.rank > 0) == bool(self.targets), "lora.targets", self.targets,
+                 "give both lora.rank and lora.targets, such as q_proj v_proj experts.gate_up_proj, or neither")
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the run trains adapters."""
+        return bool(self.rank or self.config or self.adapter)
+
+
+NO_ADAPTERS = LoRAConfig()
 
 
 @dataclass(frozen=True)
@@ -566,6 +615,7 @@ class Config:
     memory: MemoryConfig = MemoryConfig()
     router: RouterConfig = RouterConfig()
     mtp: MTPConfig = MTPConfig()
+    lora: LoRAConfig = LoRAConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -35,7 +35,7 @@ from dualpipe.quantized.quantize_model import distribute_like, missing_master_me
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig, OptimizerGroup
+from dualpipe.train.config.schema import ALGORITHMS, NO_ADAPTERS, LoRAConfig, OptimizerConfig, OptimizerGroup
 from dualpipe.train.optim.groups import UpdateRule, choose_update, find_trainable_parameters, layer_decay_groups
 from dualpipe.train.optim.muon import Muon
 from dualpipe.train.optim.offload import HostMoments
@@ -284,7 +284,7 @@ def _build_custom(path: str, params: list[dict[str, Any]], options: Mapping[str,
 
 def build_optimizer(
     settings: OptimizerConfig, model: TrainedModel, stages: Iterable[nn.Module], *, moments: torch.dtype,
-    masters: Mapping[nn.Parameter, Tensor],
+    masters: Mapping[nn.Parameter, Tensor], lora: LoRAConfig = NO_ADAPTERS,
 ) -> Optimizer:
     """Return the optimizer for the stages of this rank.
 
@@ -294,11 +294,12 @@ def build_optimizer(
         stages: the stages of this rank.
         moments: dtype of the moments.
         masters: as in `Optimizer`.
+        lora: adapters of the model.
 
     Raises:
         ValueError: as `check_optimizer` and `Optimizer` do.
     """
-    check_optimizer(settings, model)
+    check_optimizer(settings, model, lora)
     if settings.name in ALGORITHMS:  # a group may select Muon with either
         options = {
             "momentum": settings.momentum, "nesterov": settings.nesterov, "coefficients": settings.coefficients,
@@ -315,7 +316,7 @@ def build_optimizer(
     )
 
 
-def check_optimizer(settings: OptimizerConfig, model: TrainedModel) -> None:
+def check_optimizer(settings: OptimizerConfig, model: TrainedModel, lora: LoRAConfig = NO_ADAPTERS) -> None:
     """Check the groups of the table [optimizer] on the whole model, whatever stages a rank has.
 
     Raises:
@@ -323,7 +324,7 @@ def check_optimizer(settings: OptimizerConfig, model: TrainedModel) -> None:
     """
     if not settings.groups:
         return
-    whole_model = find_trainable_parameters(stages_on_meta(model))
+    whole_model = find_trainable_parameters(stages_on_meta(model, lora=lora))
     names = [name for name, _ in whole_model.values()]
     for group in settings.groups:
         if not any(matches(group.pattern, name) for name in names):

@@ -51,6 +51,8 @@ def check_parity(
 
     if model is None:
         read_own_model_config(config, "parity of a configuration")
+        if config.lora.is_enabled:
+            raise ValueError("parity of a configuration compares a model without adapters; leave out [lora]")
         with join(config, info) as (job, resolved):
             parallel = resolved.config.parallel
             return run(job, ConfigModel(resolved), f"{parallel.schedule}, {parallel}")
