@@ -101,13 +101,10 @@ def test_costs_per_stage_cannot_be_compared_across_numbers_of_stages(tmp_path, c
     assert "compare with a schedule of as many stages" in capsys.readouterr().err
 
 
-def test_needs_no_torch_and_loads_quickly():
+def test_needs_no_torch():
     program = """
-        import sys, time
-        start = time.process_time()
-        import dualpipe.schedule
-        took = time.process_time() - start
         import argparse
+        import sys
         from dualpipe.schedule.command import add_parser
         parser = argparse.ArgumentParser()
         add_parser(parser.add_subparsers())
@@ -115,13 +112,8 @@ def test_needs_no_torch_and_loads_quickly():
         assert args.run(args) == 0
         loaded = {"torch", "numpy", "matplotlib"} & set(sys.modules)
         assert not loaded, loaded
-        print("took", took)
     """
-    runs = [
-        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    assert min(float(run.stdout.split()[-1]) for run in runs) < 0.15  # of the processor: about 0.03 s
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, monkeypatch, tmp_path):

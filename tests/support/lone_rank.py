@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,11 +56,13 @@ def lone_rank(rank: int, world_size: int) -> Iterator[Calls]:
     before = sys.getprofile()
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
+        stack.callback(gc.enable)
         stack.callback(sys.setprofile, before)
         for name in ("new_group", *COLLECTIVES):
             real = getattr(dist, name)
             stack.enter_context(mock.patch.object(
                 dist, name, lambda *args, name=name, real=real, **options: counted(name, real, *args, **options)
             ))
+        gc.disable()  # what other tests left behind may call functions when it is collected
         sys.setprofile(called)
         yield calls
