@@ -87,7 +87,8 @@ def real(rank: int, ranks_per_node: int) -> list[int]:
     return [*map(min, zip(*repeats))]
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_memory_is_that_of_the_real_dispatchers(nodes):
     """Compared per communication: the plan, dispatch, combine, both backwards, and a recompute."""
     x = torch.empty(TOKENS, WIDTH, device="meta")

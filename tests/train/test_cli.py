@@ -44,7 +44,8 @@ def test_train_starts_its_ranks_and_reports(trained, run_folder):
         assert (run_folder / "out" / name).stat().st_size > 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_train_in_interpreters_of_its_own(trained, run_folder, dualpipe, ranks):
     out = f"interpreters{ranks}"
     done = dualpipe(run_folder, "train", "run.toml", "--parallel.pp", str(ranks), "--output.dir", out, command=COMMAND)
