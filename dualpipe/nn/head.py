@@ -20,7 +20,8 @@ Dimension letters: M rows (all leading dimensions together), H hidden, V vocabul
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +86,23 @@ class LinearHead:
         if self.scale != 1:
             outputs = outputs * self.scale
         return outputs if self.cap is None else torch.tanh(outputs / self.cap) * self.cap
+
+
+class HeadedStage(nn.Module):
+    """Base class of stages that apply a head, unless a pipeline runs it in parts with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._applies_head = True  # False inside of `without_head`
+
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
+        self._applies_head = False
+        try:
+            yield
+        finally:
+            self._applies_head = True
 
 
 class HeadRows:
