@@ -46,12 +46,12 @@ def forms(
     head = LinearHead(layer)
 
     def loss_of(logits: Tensor | HeadRows) -> Tensor:
-        loss = cross_entropy_loss(logits, labels, part_bytes=part_bytes)
+        loss = cross_entropy_loss(logits, labels)
         loss.backward()
         return loss.detach()
 
     def recomputed() -> Tensor:
-        loss = loss_of(HeadRows(x, head))
+        loss = loss_of(HeadRows(x, head, part_bytes))
         for part in x.detach().split(rows_per_part(vocabulary, dtype, part_bytes)):
             part.mm(layer.weight.detach().t())
         return loss
@@ -62,7 +62,7 @@ def forms(
         loss.backward()
         return loss.detach()
 
-    by_form = {"plain": lambda: loss_of(layer(x)), "parts": lambda: loss_of(HeadRows(x, head)),
+    by_form = {"plain": lambda: loss_of(layer(x)), "parts": lambda: loss_of(HeadRows(x, head, part_bytes)),
                "recomputed": recomputed}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         by_form["torch"] = of_torch

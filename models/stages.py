@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
@@ -26,7 +25,7 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.nn.head import LinearHead
+from dualpipe.nn.head import HeadedStage, LinearHead
 from dualpipe.nn.init import local_part, seeded_normal_
 from dualpipe.nn.lora import initial_values
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
@@ -85,7 +84,7 @@ def _parse_rule(rule: str, num_layers: int | None) -> tuple[str, range]:
     return part, layers
 
 
-class Stage(nn.Module):
+class Stage(HeadedStage):
     """Pipeline stage: consecutive layers, with the embedding if `first`, with norm, head and MTP layers if `last`.
 
     The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`.
@@ -104,7 +103,6 @@ class Stage(nn.Module):
         self.recompute = Recompute()
         self.split = SequenceSplit()
         self._num_group_changes = 0  # changes of the groups that segments communicate over
-        self._applies_head = True  # False inside of `without_head`
         is_tied = last and config.tie_word_embeddings
         if first or (last and config.mtp_depth) or (is_tied and embedding is None):
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -157,15 +155,6 @@ class Stage(nn.Module):
         """Return the head, for a pipeline that runs it in parts with the loss; None without a linear layer."""
         head = getattr(self, "lm_head", None)
         return LinearHead(head) if isinstance(head, nn.Linear) else None
-
-    @contextmanager
-    def without_head(self) -> Iterator[None]:
-        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
-        self._applies_head = False
-        try:
-            yield
-        finally:
-            self._applies_head = True
 
     def compile_dense(self, **options: Any) -> None:
         """Compile attention and dense MLPs with `torch.compile(**options)`.

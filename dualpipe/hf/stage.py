@@ -8,8 +8,7 @@ Dimension letters: B rows of the batch, S positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,12 +30,12 @@ from dualpipe.hf.stand_ins import (
     swap_modules,
 )
 from dualpipe.models.stages import Recompute
-from dualpipe.nn.head import LinearHead
+from dualpipe.nn.head import HeadedStage, LinearHead
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts
 
 
-class CausalLMStage(nn.Module):
+class CausalLMStage(HeadedStage):
     """Consecutive layers of a causal LM, with the embedding if `is_first`, and the norm and the head if `is_last`.
 
     causal_lm: a model that `cut_model` has cut to this stage.
@@ -53,7 +52,6 @@ class CausalLMStage(nn.Module):
         self.recompute = Recompute()
         self.form = form or LayerForm()
         self._segments_version = 0  # part of `segments_key`
-        self._applies_head = True  # False inside of `without_head`
         self._heads: dict[nn.Module, LinearHead | None] = {}  # by the module, which can be replaced
         self.config = causal_lm.config
         self.__dict__["causal_lm"] = causal_lm  # past `nn.Module.__setattr__`, which would make it a submodule
@@ -204,15 +202,6 @@ class CausalLMStage(nn.Module):
         is_equal = recorder.num_calls == 1 and logits.shape == outputs.shape and torch.allclose(
             logits.double(), head.finish(outputs), rtol=1e-5)
         return head if is_equal else None
-
-    @contextmanager
-    def without_head(self) -> Iterator[None]:
-        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
-        self._applies_head = False
-        try:
-            yield
-        finally:
-            self._applies_head = True
 
     def _logits_or_rows(self, **arguments: Any) -> Tensor:
         """Run the model and return its logits (B, S, V); inside of `without_head` the input of its head (B, S, H)."""

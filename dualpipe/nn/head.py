@@ -20,7 +20,8 @@ Dimension letters: M rows (all leading dimensions together), H hidden, V vocabul
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,15 +88,34 @@ class LinearHead:
         return outputs if self.cap is None else torch.tanh(outputs / self.cap) * self.cap
 
 
+class HeadedStage(nn.Module):
+    """Base class of stages that apply a head, unless a pipeline runs it in parts with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._applies_head = True  # False inside of `without_head`
+
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Return the hidden states that the head would read, in place of logits, inside of the `with`."""
+        self._applies_head = False
+        try:
+            yield
+        finally:
+            self._applies_head = True
+
+
 class HeadRows:
     """The rows that a head reads, in place of its logits: what a criterion with `takes_head_rows` gets.
 
-    `dualpipe.nn.cross_entropy_loss` takes it like logits. shape: that of the logits.
+    `dualpipe.nn.cross_entropy_loss` takes it like logits. shape: that of the logits. part_bytes: limit of the logits of
+    a part, counted in float32.
     """
 
-    def __init__(self, rows: Tensor, head: LinearHead) -> None:
+    def __init__(self, rows: Tensor, head: LinearHead, part_bytes: int = PART_BYTES) -> None:
         self.rows = rows
         self.head = head
+        self.part_bytes = part_bytes
         self.shape = torch.Size((*rows.shape[:-1], head.layer.out_features))
 
     def logits(self) -> Tensor:
@@ -106,13 +126,13 @@ class HeadRows:
         """Return the likeliest word of every row, the index of its largest logit. dim: -1, as of logits."""
         assert dim in (-1, len(self.shape) - 1), "rows are computed in parts"
         with torch.no_grad():
-            parts = flatten_rows(self.rows).split(rows_per_part(self.shape[-1], self.rows.dtype, PART_BYTES))
+            parts = flatten_rows(self.rows).split(rows_per_part(self.shape[-1], self.rows.dtype, self.part_bytes))
             # Scales and caps are monotonic, but the logits that they round to may be equal.
             return torch.cat([self.head.logits(part).argmax(-1) for part in parts]).view(self.shape[:-1])
 
     def cross_entropy(
         self, labels: Tensor, ignore_index: int = -100, *, denominator: Tensor | float | None = None,
-        z_loss: float = 0.0, upstream: float = 1.0, part_bytes: int = PART_BYTES,
+        z_loss: float = 0.0, upstream: float = 1.0,
     ) -> Tensor:
         """Compute the loss in parts; see `dualpipe.nn.cross_entropy_loss`.
 
@@ -120,7 +140,6 @@ class HeadRows:
 
         Args:
             upstream: the gradient that the loss will get in the backward. Another one there raises ValueError.
-            part_bytes: limit of the logits of a part, counted in float32.
         """
         if self.shape[:-1] != labels.shape:
             raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected {tuple(self.shape[:-1])}: labels "
@@ -129,7 +148,7 @@ class HeadRows:
         dtype = autocast_dtype_of(self.rows) or layer.weight.dtype
         labels_M = labels.flatten()
         check_labels(labels_M, self.shape[-1], ignore_index)
-        options = _Options(self.head, torch.is_grad_enabled(), ignore_index, z_loss, upstream, part_bytes, dtype)
+        options = _Options(self.head, torch.is_grad_enabled(), ignore_index, z_loss, upstream, self.part_bytes, dtype)
         device = self.rows.device
         with torch.autocast(device.type, enabled=False) if device.type != "meta" else nullcontext():
             divisor = loss_divisor(

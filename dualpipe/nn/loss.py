@@ -8,13 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from dualpipe.kernels import cross_entropy
-from dualpipe.nn.head import PART_BYTES, HeadRows, loss_divisor
+from dualpipe.nn.head import HeadRows, loss_divisor
 
 
 def cross_entropy_loss(
     logits: Tensor | HeadRows, labels: Tensor, ignore_index: int = -100, *, in_place: bool = False,
     denominator: Tensor | float | None = None, z_loss: float = 0.0, upstream: float = 1.0,
-    part_bytes: int = PART_BYTES,
 ) -> Tensor:
     """Compute the mean cross-entropy over the labels that differ from `ignore_index`.
 
@@ -31,7 +30,6 @@ def cross_entropy_loss(
         z_loss: coefficient of the squared logsumexp of the logits, which is added to the cross-entropy of each position
             that counts and keeps logits small (PaLM, arXiv:2204.02311, section 5).
         upstream: of `HeadRows`, the gradient that this loss will get: its factor in the result of the criterion.
-        part_bytes: of `HeadRows`, the limit of the logits of a part, counted in float32.
 
     Returns a scalar in at least float32.
 
@@ -39,8 +37,7 @@ def cross_entropy_loss(
         ValueError: the shapes do not match.
     """
     if isinstance(logits, HeadRows):
-        return logits.cross_entropy(
-            labels, ignore_index, denominator=denominator, z_loss=z_loss, upstream=upstream, part_bytes=part_bytes)
+        return logits.cross_entropy(labels, ignore_index, denominator=denominator, z_loss=z_loss, upstream=upstream)
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected {tuple(logits.shape[:-1])}: labels "
                          "must have the shape of logits without the vocabulary dimension")

@@ -312,30 +312,33 @@ def _stage_results(outputs: Sequence[Tensor], target: Target, head: LinearHead |
     """
     if target.criterion is None:
         return dict(zip(input_names(len(outputs)), outputs))
-    if head is not None and not _needs_parts(outputs, head, target.criterion):
+    limit = getattr(_without_partial(target.criterion), "part_bytes", PART_BYTES)
+    if head is not None and not _needs_parts(outputs, head, limit):
         outputs = list(map(head.logits, outputs))
         head = None
-    logits = map(_changeable, outputs) if head is None else (HeadRows(rows, head) for rows in outputs)
+    logits = map(_changeable, outputs) if head is None else (HeadRows(rows, head, limit) for rows in outputs)
     results = {"loss": target.criterion(*logits, *target.labels)}
     if target.leaves_outputs:
         results |= zip(input_names(len(outputs)), (output.detach() for output in outputs))
     return results
 
 
-def _needs_parts(outputs: Sequence[Tensor], head: LinearHead, criterion: Callable[..., Any]) -> bool:
-    """Return True if the logits of rows are more than the criterion's limit: less of them are faster deferred."""
-    limit = getattr(criterion, "part_bytes", PART_BYTES)
-    while isinstance(criterion, partial):
-        limit = criterion.keywords.get("part_bytes", limit)
-        criterion = criterion.func
+def _needs_parts(outputs: Sequence[Tensor], head: LinearHead, limit: int) -> bool:
+    """Return True if the logits of rows are more than a part of `limit` bytes: less of them are faster deferred."""
     return any(head.needs_parts(rows.shape[:-1].numel(), rows.dtype, limit) for rows in outputs)
 
 
 def takes_head_rows(criterion: Callable[..., Any] | None) -> bool:
     """Return True if a criterion takes `HeadRows` like logits: `cross_entropy_loss`, or one with `takes_head_rows`."""
+    criterion = _without_partial(criterion)
+    return criterion is cross_entropy_loss or getattr(criterion, "takes_head_rows", False) is True
+
+
+def _without_partial(criterion: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return the function that a `functools.partial` calls, or any other criterion itself."""
     while isinstance(criterion, partial):
         criterion = criterion.func
-    return criterion is cross_entropy_loss or getattr(criterion, "takes_head_rows", False) is True
+    return criterion
 
 
 def plain_head(module: nn.Module) -> LinearHead | None:

@@ -36,6 +36,7 @@ class MicroBatchLoss:
 
     Attributes:
         takes_head_rows: True if a pipeline may pass `HeadRows` in place of logits.
+        part_bytes: limit of the logits of a part, which the pipeline gives these rows.
         depth_losses: for each micro-batch, the detached losses by depth (1 + D,); their sum over the step is the mean.
             Empty for a model without MTP.
         greedy: for each micro-batch that ran without gradients, the likeliest token of each depth and the targets, both
@@ -69,8 +70,7 @@ class MicroBatchLoss:
             # documents would weigh more.
             denominator = logits[0].shape[:-1].numel()
             scale = self._num_microbatches
-        depth_loss = partial(
-            cross_entropy_loss, ignore_index=NO_TARGET, denominator=denominator, part_bytes=self.part_bytes)
+        depth_loss = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=denominator)
         if len(logits) == 1:
             return depth_loss(logits[0], targets, upstream=1 / scale) / scale
         shares = [1.0, *[self._mtp_weight / (len(logits) - 1)] * (len(logits) - 1)]

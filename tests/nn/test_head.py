@@ -28,8 +28,7 @@ def run(head, labels, *, rows=None, dtype=torch.float64, **options):
     if rows is None:
         logits = head.logits(x)
     else:
-        logits = HeadRows(x, head)
-        options["part_bytes"] = rows * VOCABULARY * torch.promote_types(dtype, torch.float32).itemsize
+        logits = HeadRows(x, head, rows * VOCABULARY * torch.promote_types(dtype, torch.float32).itemsize)
     loss = cross_entropy_loss(logits, labels, **options)
     loss.backward()
     return [loss.detach(), x.grad, *(parameter.grad for parameter in head.layer.parameters())]
@@ -175,8 +174,8 @@ def test_the_peak_is_that_of_a_part(dtype, plain_copies):
         labels = torch.randint(vocabulary, (tokens,))
 
         def step(head=head, x=x, labels=labels, in_parts=in_parts):
-            logits = HeadRows(x, head) if in_parts else head.logits(x)
-            cross_entropy_loss(logits, labels, part_bytes=part_bytes).backward()
+            logits = HeadRows(x, head, part_bytes) if in_parts else head.logits(x)
+            cross_entropy_loss(logits, labels).backward()
 
         peaks.append(peak_bytes(step))
     plain, parts = peaks

@@ -167,6 +167,24 @@ def test_logits_that_are_one_part_are_whole():
     assert kind_of_logits(pipe, limit - 1)[0] is HeadRows
 
 
+def test_rows_have_the_limit_of_the_criterion():
+    pipe, _ = lone_pipe()
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    limits = []
+
+    class Loss:
+        takes_head_rows = True
+        part_bytes = PART_BYTES
+
+        def __call__(self, rows, labels, **options):
+            limits.append(rows.part_bytes)
+            return cross_entropy_loss(rows, labels, **options)
+
+    for criterion in (Loss(), partial(Loss(), z_loss=0.1)):
+        pipe.step(tokens, num_chunks=2, criterion=criterion, labels=(tokens,))
+    assert limits == [PART_BYTES] * 4
+
+
 def test_a_step_that_is_watched_has_the_same_bits():
     """The trainer watches every step, and the modules of a stage where it runs a bad step again."""
     pipe, stage = lone_pipe()
