@@ -1,12 +1,13 @@
 """Accumulators of gradients: every write of this library to the `.grad` of a parameter.
 
-A breakpoint in this module stops at each of them, in the order of a step:
+Deferred weight gradients all pass `add_weight_grad`. The others, in the order of a step:
 
     zeros for autograd (`create_zeros`), before the first forward
     -> weight gradients, added by their GEMMs (`add_weight_grad`) or after them (`add_grad`)
     -> gradients in another dtype, folded into the accumulator (`fold`), and zeros for parameters without a gradient
     -> FSDP2 reduces, or `move_to` over one rank; sums with the other end of a tie (`add_peer`)
-    -> gradients that no rank has, dropped (`drop`); scaled by the clip factor (`scale`)
+    -> gradients that no rank has, dropped (`drop`); one element spoiled if a loss is NaN (`spoil`); scaled by the clip
+       factor (`scale`)
     -> copied for the optimizer's master weights (`copy_to_master`)
 
 Besides, autograd adds what layers return to it, and FSDP2 sets the reduced gradient of a sharded parameter. A hook
@@ -108,15 +109,10 @@ def fold(param: Tensor, dtype: torch.dtype) -> None:
         param.grad = grad.to(dtype)
 
 
-def move_to(sharded: Tensor, unsharded: Tensor, reduce: Callable[[Tensor], Tensor]) -> None:
-    """Make the accumulator of a gathered parameter the gradient of the sharded one, without a copy.
-
-    reduce: returns the reduced gradient from the local tensor of the accumulator.
-    """
-    grad = unsharded.grad
-    assert grad is not None, "the caller has checked"
-    unsharded.grad = None
-    sharded.grad = reduce(local(grad))
+def move_to(sharded: Tensor, gathered: Tensor, grad: Tensor) -> None:
+    """Take the accumulator from a gathered parameter. The sharded one gets `grad`, which has the same memory."""
+    gathered.grad = None
+    sharded.grad = grad
 
 
 def add_peer(param: Tensor, exchange: Callable[[Tensor], Tensor], earlier: Tensor | None) -> None:
@@ -138,6 +134,13 @@ def add_peer(param: Tensor, exchange: Callable[[Tensor], Tensor], earlier: Tenso
 def scale(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply local gradients of one dtype by a factor, a scalar on their device."""
     torch._foreach_mul_([*grads], factor)
+
+
+def spoil(param: Tensor, value: Tensor) -> None:
+    """Add `value`, 0 or NaN, to the first element of a gradient, so that the norm of all gradients shows it."""
+    assert param.grad is not None, "the caller has checked"
+    grad = local(param.grad)
+    grad[(0,) * grad.dim()].add_(value.to(grad.dtype))
 
 
 def coalesce(param: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class WeightGradStore:
             self.add(fn)
 
     def add(self, fn: Callable[[], None]) -> None:
-        """Run `fn` immediately; inside of `defer`, queue it. `weight_grads` calls it for this library's layers."""
+        """Run `fn` immediately; inside of `defer`, queue it. `return_or_defer` calls it for this library's layers."""
         if self.observer is not None:
             self.observer.saw_put(torch._C._current_autograd_node())
         if self._queue is None:
@@ -149,8 +149,8 @@ class WeightGradStore:
     def merge(self, keys: Sequence[Hashable]) -> None:
         """Merge the queues of several micro-batches of a stage, and divide the merged queue among their keys.
 
-        Call it before the first of `keys` is run. `run` of each key then computes about the same number of weight
-        gradients. See `dualpipe.nn.deferred_grad.merge_queues` for the order.
+        Call it before the first of `keys` is taken. Each then has about the same number of weight gradients. See
+        `dualpipe.nn.deferred_grad.merge_queues` for the order.
         """
         queues = merge_queues([self.take(key) for key in keys])
         for key, queue in zip(keys, queues, strict=True):
@@ -214,7 +214,7 @@ def needs_plain_autograd(*params: Tensor | None) -> bool:
     return any(param is not None and (not param.is_leaf or param.is_complex()) for param in params)
 
 
-def weight_grads(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Tensor | None]:
+def return_or_defer(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of `ctx.weight` and `ctx.bias`, or pass them to the active store, deferred or not.
 
     Deferred gradients are added directly to the accumulator, and inside of `WeightGradStore.accumulate` the gradients

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe.nn.accumulators import accumulation_dtype
-from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferral import needs_plain_autograd, return_or_defer
 from dualpipe.nn.deferred_grad import Gemm
 from dualpipe.nn.linear import flatten_rows
 
@@ -51,7 +51,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         (tokens,) = ctx.saved_tensors
-        return None, *weight_grads(ctx, _Operands(dy, tokens), _EMBEDDING)
+        return None, *return_or_defer(ctx, _Operands(dy, tokens), _EMBEDDING)
 
 
 class _Operands(NamedTuple):

@@ -35,7 +35,7 @@ from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
 from dualpipe.nn.accumulators import accumulation_dtype, local
-from dualpipe.nn.deferral import weight_grads
+from dualpipe.nn.deferral import return_or_defer
 from dualpipe.nn.deferred_grad import Gemm
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
@@ -339,11 +339,11 @@ class _Grouped(torch.autograd.Function):
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         if quantized_x[0] is None:
             operands = WgradOperands(dy, x, ctx.offs, ctx.gather)
-            dw, db = weight_grads(ctx, operands, _TRANSPOSED if ctx.is_transposed else _GROUPED)
+            dw, db = return_or_defer(ctx, operands, _TRANSPOSED if ctx.is_transposed else _GROUPED)
         else:
             rows = quantize_for_weight_grad(dy, quantized_dy, QuantizedRows(*quantized_x), ctx.block)
             bias_dy = dy if ctx.needs_input_grad[2] else None
-            dw, db = weight_grads(ctx, _QuantizedOperands(rows, bias_dy, ctx.offs, ctx.gather), _QUANTIZED)
+            dw, db = return_or_defer(ctx, _QuantizedOperands(rows, bias_dy, ctx.offs, ctx.gather), _QUANTIZED)
         return dx, dw, db, d_scale, None
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.accumulators import accumulation_dtype
-from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferral import needs_plain_autograd, return_or_defer
 from dualpipe.nn.deferred_grad import Gemm
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
@@ -114,7 +114,7 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:  # in the dtype of dy: autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
-        return dx, *weight_grads(ctx, LinearOperands(dy, x), LINEAR), None, None
+        return dx, *return_or_defer(ctx, LinearOperands(dy, x), LINEAR), None, None
 
 
 class _Quantized(torch.autograd.Function):
@@ -148,10 +148,10 @@ class _Quantized(torch.autograd.Function):
             dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.offs, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if quantized_x[0] is None:
-            return dx, *weight_grads(ctx, LinearOperands(dy, x), LINEAR), None, None
+            return dx, *return_or_defer(ctx, LinearOperands(dy, x), LINEAR), None, None
         rows = quantize_for_weight_grad(flatten_rows(dy), quantized_dy, QuantizedRows(*quantized_x), ctx.block)
         bias_dy = dy if ctx.needs_input_grad[2] else None
-        return dx, *weight_grads(ctx, _QuantizedOperands(rows, bias_dy), _QUANTIZED), None, None
+        return dx, *return_or_defer(ctx, _QuantizedOperands(rows, bias_dy), _QUANTIZED), None, None
 
 
 class TransposedLinear(nn.Module):
@@ -200,7 +200,7 @@ class _TransposedLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = flatten_rows(dy).mm(weight.t()).view(*dy.shape[:-1], weight.shape[0])
-        return dx, *weight_grads(ctx, LinearOperands(dy, x), _TRANSPOSED), None
+        return dx, *return_or_defer(ctx, LinearOperands(dy, x), _TRANSPOSED), None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.norm import rms_norm, rms_norm_backward, rms_norm_reference
 from dualpipe.nn.accumulators import accumulation_dtype
-from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferral import needs_plain_autograd, return_or_defer
 from dualpipe.nn.deferred_grad import Gemm
 
 
@@ -79,14 +79,14 @@ class _Norm(torch.autograd.Function):
         if dy is None:
             return d_sum, None, None, d_sum if ctx.has_residual else None, None
         dx, partial_sums = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
-        dw, _ = weight_grads(ctx, PartialSums(partial_sums), SUM_OF_PARTS)
+        dw, _ = return_or_defer(ctx, PartialSums(partial_sums), SUM_OF_PARTS)
         return dx, dw, None, dx if ctx.has_residual else None, None
 
 
 class PartialSums(NamedTuple):
     """Partial weight gradients (P, size) from the backward of a norm, or of two norms.
 
-    bias: those of the second weight, which `weight_grads` takes in the place of a bias.
+    bias: those of the second weight, which `return_or_defer` takes in the place of a bias.
     """
 
     weight: Tensor

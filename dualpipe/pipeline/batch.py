@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.segments import is_reserved
-from dualpipe.pipeline.compiled_stage import RankStages, SideSpec, Target
+from dualpipe.pipeline.compiled_stage import RankStages, SideSpec, Target, takes_head_rows
 
 Labels = Sequence[Tensor | None] | Tensor | None  # arguments of a loss function besides the outputs
 
@@ -49,6 +49,7 @@ class Batch:
         side: side inputs by micro-batch, in the order of `side_names`.
         labels: labels by micro-batch.
         criterion: the loss function; None without a loss, and on ranks other than that of the last stage.
+        may_take_rows: see `Target`.
         keep_outputs: keep the outputs of the last stage for the caller.
         from_caller: the inputs and labels that require a gradient.
         side_names: names of the side inputs, the same on all ranks.
@@ -58,6 +59,7 @@ class Batch:
     side: Sequence[tuple[Tensor, ...]]
     labels: Sequence[tuple[Tensor, ...]]
     criterion: Callable[..., Tensor] | None
+    may_take_rows: bool
     keep_outputs: bool
     from_caller: Sequence[CallerTensor]
     side_names: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ class Batch:
     def target(self, microbatch: int) -> Target:
         """Return the criterion and the labels of a micro-batch."""
         labels = self.labels[microbatch] if self.labels else ()
-        return Target(self.criterion, labels, self.keep_outputs)
+        return Target(self.criterion, labels, self.may_take_rows, self.keep_outputs)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def split_batch(
         side=split_side,
         labels=split_labels,
         criterion=criterion if is_last else None,
+        may_take_rows=is_last and not return_outputs and takes_head_rows(criterion),
         keep_outputs=is_last and return_outputs,
         from_caller=from_caller,
     )

@@ -15,14 +15,14 @@ all stages together with the activations, after them in a message, sorted by nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,19 +53,14 @@ TARGET = "(target)"  # name of a `Target` in the last stage's carry; no identifi
 class Target(NamedTuple):
     """Criterion and labels of one micro-batch, for the last stage.
 
-    keep_outputs: keep the outputs beside the loss, for the caller. is_observed: keep for observers what the criterion
-    gets: the outputs, or the rows of a head that runs in parts.
+    may_take_rows: the criterion takes `HeadRows`, and the caller does not want the logits. keep_outputs: keep what the
+    criterion gets beside the loss, for the caller or for observers: the outputs, or the rows of a head in parts.
     """
 
     criterion: Callable[..., Tensor] | None
     labels: tuple[Any, ...]
-    keep_outputs: bool
-    is_observed: bool = False
-
-    @property
-    def leaves_outputs(self) -> bool:
-        """Return True if somebody reads the outputs after the loss."""
-        return self.keep_outputs or self.is_observed
+    may_take_rows: bool = False
+    keep_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +265,11 @@ def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]
         elif name != TARGET and value is not None:
             side[name] = value
     target = values.get(TARGET)
+    head = plain_head(module) if target is not None and target.may_take_rows else None
+    with nullcontext() if head is None else cast(Any, module).without_head():
+        outputs = as_tuple(module(*inputs, **side))
     if target is None:
-        outputs = as_tuple(module(*inputs, **side))
         return dict(zip(input_names(len(outputs)), outputs))
-    with _head_in_parts(module, target) as head:
-        outputs = as_tuple(module(*inputs, **side))
     return _stage_results(outputs, target, head)
 
 
@@ -288,21 +283,10 @@ def _apply_criterion(
 ) -> dict[str, Any]:
     """Run the last compute segment of the last stage, and apply the criterion."""
     target = values[TARGET]
-    with _head_in_parts(module, target) as head:
+    head = plain_head(module) if target.may_take_rows else None
+    with nullcontext() if head is None else cast(Any, module).without_head():
         results = fn(values)
     return _stage_results([results[name] for name in outputs], target, head)
-
-
-@contextmanager
-def _head_in_parts(module: nn.Module, target: Target) -> Iterator[LinearHead | None]:
-    """Let a stage return the rows of its head in place of logits, and yield the head; None: logits, as usual."""
-    head = None if target.keep_outputs or not takes_head_rows(target.criterion) else plain_head(module)
-    if head is None:
-        yield None
-        return
-    stage: Any = module
-    with stage.without_head():
-        yield head
 
 
 def _stage_results(outputs: Sequence[Tensor], target: Target, head: LinearHead | None) -> dict[str, Any]:
@@ -312,13 +296,15 @@ def _stage_results(outputs: Sequence[Tensor], target: Target, head: LinearHead |
     """
     if target.criterion is None:
         return dict(zip(input_names(len(outputs)), outputs))
-    limit = getattr(_without_partial(target.criterion), "part_bytes", PART_BYTES)
-    if head is not None and not _needs_parts(outputs, head, limit):
-        outputs = list(map(head.logits, outputs))
-        head = None
-    logits = map(_changeable, outputs) if head is None else (HeadRows(rows, head, limit) for rows in outputs)
-    results = {"loss": target.criterion(*logits, *target.labels)}
-    if target.leaves_outputs:
+    logits: Sequence[Tensor | HeadRows] = outputs
+    if head is not None:
+        limit = getattr(_without_partial(target.criterion), "part_bytes", PART_BYTES)
+        if _needs_parts(outputs, head, limit):
+            logits = [HeadRows(rows, head, limit) for rows in outputs]
+        else:
+            logits = outputs = list(map(head.logits, outputs))
+    results = {"loss": target.criterion(*map(_changeable, logits), *target.labels)}
+    if target.keep_outputs:
         results |= zip(input_names(len(outputs)), (output.detach() for output in outputs))
     return results
 
@@ -359,9 +345,12 @@ def _identity(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def _changeable(output: Tensor) -> Tensor:
+def _changeable(output: Tensor | HeadRows) -> Tensor | HeadRows:
     """Return an output as a tensor that a criterion may change in place, which a leaf with a gradient is not."""
-    return _NonLeaf.apply(output) if output.is_leaf and output.requires_grad else output
+    if isinstance(output, HeadRows) or not (output.is_leaf and output.requires_grad):
+        return output
+    changeable: Tensor = _NonLeaf.apply(output)
+    return changeable
 
 
 class _NonLeaf(torch.autograd.Function):

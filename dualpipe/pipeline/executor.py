@@ -178,7 +178,7 @@ class Executor:
         runner = self._runners[action.stage]
         if action.kind == "W":
             # In a pair, one part for each communication of the other action, if that is on a stage like this one.
-            return runner.weight_gradients(slot, turns=max(1, runner.compiled.num_communications) if is_pair else 1)
+            return runner.compute_deferred(slot, turns=max(1, runner.compiled.num_communications) if is_pair else 1)
         state = self._states[slot]
         if action.kind == "F":
             self._begin_forward(action)
@@ -201,7 +201,9 @@ class Executor:
         carry |= dict.fromkeys(spec.names) | side
         if stage == self._stages.count - 1:
             target = self._batch.target(action.microbatch)
-            carry[TARGET] = target._replace(is_observed=self._recorder.is_observed)
+            if self._recorder.is_observed:
+                target = target._replace(keep_outputs=True)
+            carry[TARGET] = target
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Pass a result that stays on this rank to the next or the previous stage, as a copy, like one that is sent."""
@@ -328,7 +330,7 @@ class OverlappedPairs:
         runner = self._runners[forward.stage]
         if runner.wait_for_parameters is not None:
             runner.wait_for_parameters()
-        target = forward_state.carry.pop(TARGET, Target(None, (), False))
+        target = forward_state.carry.pop(TARGET, Target(None, ()))
         inputs = {name: value for name, value in forward_state.carry.items() if is_boundary(name)}
         (record,) = backward_state.records
         loss = record.results.pop("loss", None)
@@ -357,6 +359,6 @@ class OverlappedPairs:
         by_name = dict(zip(input_names(len(outputs)), outputs))
         if loss is None:
             return by_name
-        if not target.leaves_outputs:
+        if not target.keep_outputs:
             return {"loss": loss}
         return {"loss": loss, **by_name}

@@ -54,7 +54,6 @@ class Program:
     incoming: dict[MessageStream, list[Message]]  # in the order of the instructions
     outgoing: tuple[MessageStream, ...]
     messages_in_flight: int  # as in `Schedule`
-    merges: bool = False  # True if weight gradients of several micro-batches are merged
 
 
 def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) -> Program:
@@ -88,9 +87,7 @@ def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) ->
         merges = merged_weights([instruction.actions for instruction in instructions])
         instructions = [
             instruction._replace(merged=merged) for instruction, merged in zip(instructions, merges, strict=True)]
-    return Program(
-        tuple(instructions), dict(incoming), tuple(sorted(outgoing)), schedule.messages_in_flight,
-        merges=any(instruction.merged for instruction in instructions))
+    return Program(tuple(instructions), dict(incoming), tuple(sorted(outgoing)), schedule.messages_in_flight)
 
 
 def without_pairs(schedule: Schedule) -> Schedule:

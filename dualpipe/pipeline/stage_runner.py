@@ -226,7 +226,7 @@ class StageRunner:
         else:
             store_mode = self._store.defer(key)
             if kind == "B":
-                state.deferred = partial(self._compute_deferred, key)
+                state.deferred = partial(self._compute_at_once, key)
         communication: OpenCommunication | None = None
         for number in self.compiled.backward_order:
             segment = self.compiled.segments[number]
@@ -276,12 +276,11 @@ class StageRunner:
         for name in segment.writes:
             gradients.pop(name, None)
         del gradients
-        if roots and self._autocast is None:
-            with store_mode:
-                run_backward(roots, values)
-        elif roots:
-            with store_mode, no_autocast(self._autocast):
-                run_backward(roots, values)
+        if roots:
+            with store_mode, nullcontext() if self._autocast is None else no_autocast(self._autocast):
+                # Without the checks of torch.autograd.backward, which take 7 of 24 us and always pass.
+                Variable._execution_engine.run_backward(
+                    tuple(roots), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True)
         for name, leaf in record.leaves.items():
             if leaf.grad is not None:
                 state.add_gradient(name, leaf.grad)
@@ -299,14 +298,17 @@ class StageRunner:
 
     # -- weight gradients
 
-    def _compute_deferred(self, key: Hashable) -> None:
+    def _compute_at_once(self, key: Hashable) -> None:
         """Compute the weight gradients under `key`; while a trace is recorded, with an entry."""
         entry = self._recorder.doing("wgrad", key) if self._recorder.keeps_all else nullcontext()
         with entry, no_autocast(self._autocast):
             self._store.run(key)
 
-    def weight_gradients(self, key: Hashable, *, turns: int) -> Task:
-        """Compute the weight gradients under `key` in `turns` parts, which hide the communications of other actions."""
+    def compute_deferred(self, key: Hashable, *, turns: int) -> Task:
+        """Compute the weight gradients that an "I" has left under `key`.
+
+        turns: number of parts, each of which hides a communication of another action.
+        """
         functions = self._store.take(key)
         ends = [ceil(len(functions) * turn / turns) for turn in range(turns + 1)]
         for start, end in pairwise(ends):
@@ -355,13 +357,6 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
-
-
-def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Run autograd without the checks of torch.autograd.backward, which take 7 of 24 us and always pass."""
-    Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def no_autocast(device_type: str | None) -> AbstractContextManager:

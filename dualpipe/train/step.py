@@ -24,7 +24,7 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.nn.accumulators import local
+from dualpipe.nn.accumulators import local, spoil
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.lora import initial_values
 from dualpipe.nn.quantized_matmul import GemmPrecision
@@ -564,10 +564,10 @@ class StepRunner:
         """
         loss = losses.sum()
         copies = set(self.pipeline.copied_parameters)
-        grads = (local(p.grad) for p in self.parameters if p.grad is not None and p not in copies)
-        grad = next((grad for grad in grads if grad.numel()), None)
-        if grad is not None:
-            grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
+        owned = (p for p in self.parameters if p not in copies)
+        param = next((p for p in owned if p.grad is not None and local(p.grad).numel()), None)
+        if param is not None:
+            spoil(param, loss - loss)
 
     def update(self, optimizer: Optimizer, lr: float, norm: Tensor) -> None:
         """Update the parameters unless the gradient norm, a scalar tensor, is not finite; then drop the gradients."""

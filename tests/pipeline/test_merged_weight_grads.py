@@ -118,8 +118,6 @@ def test_merging_moves_no_instruction(name, num_ranks, train):
             programs.append(ProgramCache(name, num_ranks=num_ranks, rank=rank, num_modules=stages))
             programs[-1].merges = merges
         plain, merged = (p.program(num_microbatches, train=train) for p in programs)
-        assert not plain.merges
-        assert merged.merges == any(i.merged for i in merged.instructions)
         assert [i._replace(merged=()) for i in merged.instructions] == [*plain.instructions]
         for index, instruction in enumerate(merged.instructions):
             if not instruction.merged:

@@ -145,7 +145,7 @@ def walked(rank: Rank, kinds: str) -> list[Entry]:
                 task = stage.backward(state, "B" if kind == "B" else "I", i)
             if kind == "W":
                 walk([task])
-                task = stage.weight_gradients(i, turns=2)
+                task = stage.compute_deferred(i, turns=2)
             tasks.append(task)
         noted.log.clear()
         walk(tasks)

@@ -117,7 +117,7 @@ class Stage:
                 walk([self.forward(state)])
             if kind == "W":
                 walk([self.backward("I", state)])
-                weights = self._runner.weight_gradients(self._count, turns=2 * LAYERS)
+                weights = self._runner.compute_deferred(self._count, turns=2 * LAYERS)
                 made.append((state, weights))
             else:
                 made.append((state, self.forward(state) if kind == "F" else self.backward(kind, state)))

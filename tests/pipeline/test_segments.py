@@ -324,7 +324,7 @@ def timed(kinds: str, communication: float) -> float:
         if kind == "W":
             with store.activate():
                 walk([backward])
-            backward = stage.weight_gradients(i, turns=LAYERS)
+            backward = stage.compute_deferred(i, turns=LAYERS)
         jobs.append(backward)
     with store.activate():
         start = Clock.now

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.rotary import rotate_heads, rotate_heads_backward, rotate_reference
-from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferral import needs_plain_autograd, return_or_defer
 from dualpipe.nn.norm import SUM_OF_PARTS, PartialSums, RMSNorm
 
 
@@ -120,7 +120,7 @@ class _Rotate(torch.autograd.Function):
         eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
         q_out, k_out, *scales = rotate_heads(q, k, cos, sin, q_weight, k_weight, eps, interleaved)
-        # Named as `weight_grads` expects; the parameters themselves, because saved tensors may come back as copies.
+        # Named as `return_or_defer` expects; the parameters themselves, because saved tensors may come back as copies.
         ctx.weight = q_weight
         ctx.bias = k_weight
         ctx.interleaved = interleaved
@@ -131,5 +131,5 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, *parts = rotate_heads_backward(dq, dk, *ctx.saved_tensors, ctx.interleaved)
-        dq_weight, dk_weight = weight_grads(ctx, PartialSums(*parts), SUM_OF_PARTS)
+        dq_weight, dk_weight = return_or_defer(ctx, PartialSums(*parts), SUM_OF_PARTS)
         return dq, dq_weight, dk_weight, dk, None, None, None, None

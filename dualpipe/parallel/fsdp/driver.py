@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -340,17 +339,11 @@ def _move_gradients(group: Any) -> None:
         if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
                 or private(group, "gradient_divide_factor") is not None):
             continue
-        move_to(sharded, param, partial(_reduce_over_one_rank, group, fsdp_param))
-
-
-def _reduce_over_one_rank(group: Any, fsdp_param: Any, local_grad: Tensor) -> Tensor:
-    """Return the gradient of a sharded parameter from the local accumulator of the gathered one."""
-    reduced = local_grad.contiguous()
-    hook = private(group, "_all_reduce_hook")
-    if hook is not None:
-        hook(reduced.view(-1))
-    sharded: Tensor = private(fsdp_param, "to_sharded_dtensor")(reduced)
-    return sharded
+        reduced = local(grad).contiguous()
+        hook = private(group, "_all_reduce_hook")
+        if hook is not None:
+            hook(reduced.view(-1))
+        move_to(sharded, param, private(fsdp_param, "to_sharded_dtensor")(reduced))
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:

@@ -1,4 +1,4 @@
-"""Private attributes of FSDP2, and the differences between torch 2.11 and 2.15, which no other file knows.
+"""Access to private attributes of FSDP2, and the differences between torch 2.11 and 2.15, which no other file knows.
 
 An attribute that a torch release has moved is an error that names it and the supported releases. Public calls are used
 if the installed torch has them. torch 2.11 stays supported, for GPU images that come with it.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.pipeline.compiled_stage import as_tuple
 from dualpipe.pipeline.lower import Instruction
 from dualpipe.pipeline.microbatch_state import SegmentRun
-from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import WHAT, Entry, Observer, Recorder
 from dualpipe.schedule import Action
@@ -209,8 +209,7 @@ class UnpipelinedModel:
                     loss = _check_loss(self._model.loss(*outputs, *batch.labels))
                     if counted is not None and microbatch.number not in counted:
                         loss = loss * 0
-                    # Not with torch.autograd.backward, which disables function modes: they must see recomputed choices.
-                    run_backward([get_gradient_edge(loss)], [torch.full_like(loss, 1 / len(self._batches))])
+                    run_backward_in_modes(loss, torch.full_like(loss, 1 / len(self._batches)))
                     losses[microbatch] = loss.detach().double()
         gradients = {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                      for name, parameter in self._whole.named_parameters() if parameter.requires_grad}
@@ -224,6 +223,12 @@ class UnpipelinedModel:
                 self._microbatch = Microbatch(replica, number)
                 yield self._microbatch, part
         self._microbatch = None
+
+
+def run_backward_in_modes(value: Tensor, gradient: Tensor) -> None:
+    """Run autograd like torch.autograd.backward, which disables function modes: they must see recomputed choices."""
+    Variable._execution_engine.run_backward(
+        (get_gradient_edge(value),), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _check_loss(loss: object) -> Tensor:

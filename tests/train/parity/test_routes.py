@@ -5,17 +5,15 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from dualpipe.nn import Router
 from dualpipe.pipeline.lower import Instruction
 from dualpipe.pipeline.microbatch_state import SegmentRun
-from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.parity.routes import Microbatch, Replay, RouteCounts, RouteReport, Routes, choosing
-from dualpipe.train.parity.steps import StageObserver
+from dualpipe.train.parity.steps import StageObserver, run_backward_in_modes
 
 CLOSE = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
 TURNED = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]])  # expert 3 instead of 2 for the first token
@@ -90,7 +88,7 @@ def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
     def step(chooser, own):
         with choosing({module: "router"}, lambda _: Microbatch(0, 0), chooser):
             values = checkpoint(module, own, use_reentrant=use_reentrant)
-            run_backward([get_gradient_edge(values)], [torch.ones_like(values)])
+            run_backward_in_modes(values, torch.ones_like(values))
 
     step(routes, scores)
     own = TURNED.clone().requires_grad_()
