@@ -17,11 +17,12 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, LoRAConfig, MemoryConfig
 from dualpipe.train.step import build_model
+from hf_families import PP2, PP2_DP2, PP2_EP2
 from ranks import run_ranks
 
 peft = pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
 
-from lora_cases import PP2, PP2_DP2, PP2_EP2, assert_small, save_case, step_errors  # noqa: E402
+from lora_cases import assert_small, save_case, step_errors  # noqa: E402
 
 FAST = {("deepseek_v3", PP2_EP2), ("qwen3_moe", PP2_DP2)}
 CASES = [pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)
