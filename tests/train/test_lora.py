@@ -23,6 +23,7 @@ from dualpipe.train.config.schema import Config, LoRAConfig, MemoryConfig
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.parity.errors import TOLERANCES, difference
 from dualpipe.train.step import StepRunner, build_model
+from faults import planting
 from hf_families import PP2, PP2_DP2, PP2_EP2
 from ranks import run_ranks
 
@@ -301,3 +302,28 @@ def test_a_merged_export_is_refused_before_training_by_the_rank_that_has_the_wei
                         "--lora.config", str(tmp_path / "last"))
     for message in run_ranks(merge_refused, 2, run_toml, options):
         assert message.startswith("rank 1 (pp 1): the weight of layers.3.self_attn.q_proj.adapter is stored"), message
+
+
+# -- bundles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    ["--lora.dropout", "0.2", "--lora.targets", "q_proj", "o_proj"],
+    ["--lora.targets", "q_proj", "experts.down_proj", "--dtypes.rules", "*,storage=mxfp4"],
+], ids=["dropout", "quantized"])
+def test_a_replayed_step_has_the_numbers_of_its_run(base, dualpipe, tmp_path, options):
+    """Step 2 of the adapters, on the base of the run, which the bundle does not hold."""
+    nan = planting("nan rank=1 step=2 action=F")
+    options = ["--init.from_hf", "base", "--model.config", "", "--lora.rank", "2", "--train.steps", "3",
+               "--train.eval_batches", "0", "--optimizer.clip_norm", "0", *options]
+    sound = dualpipe(tmp_path, "train", "run.toml", *options, "--output.dir", "sound")
+    assert sound.returncode == 0, sound.stderr
+    bad = dualpipe(tmp_path, "train", "run.toml", *options, before=nan)
+    assert bad.returncode == 1 and "the gradient norm is nan at step 2" in bad.stderr, bad.stderr
+    bundle = "out/bundles/step-00000002"
+    again = dualpipe(tmp_path, "replay", bundle, before=nan)
+    assert again.returncode == 0 and again.stdout.endswith("reproduced\n"), again.stdout + again.stderr
+    without_nan = dualpipe(tmp_path, "replay", bundle)
+    row = read_metrics(tmp_path / "sound/metrics.jsonl")[1]
+    assert f"NOT reproduced: loss {row['loss']}, norm {row['grad_norm']}\n" in without_nan.stdout, without_nan.stdout
