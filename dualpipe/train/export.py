@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from dualpipe.models import HubConfig, read_config
 from dualpipe.nn.lora import check_merge, merge_adapters
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import say, warn
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import Location, RemotePath, as_location
 from dualpipe.train.config.lora import ADAPTER_CONFIG, adapter_plan
@@ -67,8 +69,15 @@ def _describe_export(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(record)))
 
 
-def check_export(config: Config, model: Model) -> None:
-    """Raise ValueError before training for an export that would fail at the end."""
+def check_export(config: Config, model: Model, ranks: RankSync) -> None:
+    """Raise ValueError, on all ranks, before training for an export that would fail at the end. Collective."""
+    ranks.first(partial(_check_target, config, model))
+    if config.export.merged:
+        ranks.agree(partial(check_merge, model.stages))  # of each rank's own stages
+
+
+def _check_target(config: Config, model: Model) -> None:
+    """Raise ValueError for a directory that cannot be written, or for settings that do not fit the model."""
     target = cast(Path, config.export_directory)
     source = config.init.from_hf
     if isinstance(as_location(config.export.to_hf), RemotePath):
@@ -79,8 +88,6 @@ def check_export(config: Config, model: Model) -> None:
     if source and Path(source).resolve() == target.resolve():
         raise ValueError(f"export.to_hf would replace init.from_hf = {source!r}, which the export reads; give another "
                          "output.dir or export.to_hf")
-    if config.export.merged:
-        check_merge(model.stages)
     if config.export.quantized and not config.lora.is_enabled:
         # A transformers model with this option is refused when the configuration is read.
         check_quantized(cast(HubConfig, model.config), model.plan)

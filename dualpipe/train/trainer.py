@@ -171,7 +171,7 @@ class Trainer:
         self.runner = runner
         self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
         if config.export_directory is not None and not self.is_exported:
-            job.ranks.first(partial(check_export, config, model))  # before hours of training
+            check_export(config, model, job.ranks)  # before hours of training
             check_shared(config.export_directory.parent, job.ranks)
         self.kernels = choose_kernels(runner)
         self.start_up.begin("data")

@@ -19,7 +19,11 @@ from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from hf_families import (
     FAMILIES,
+    MICROBATCHES,
     MOE,
+    PP2,
+    PP2_DP2,
+    PP2_EP2,
     ROUNDING_ROUTERS,
     batch_of,
     config_of,
@@ -27,12 +31,11 @@ from hf_families import (
     loss_fn,
     save_tiny,
     tiny_model,
+    train_step,
     whole_losses,
 )
 from ranks import run_ranks
 
-MICROBATCHES = 4
-PP2, PP2_EP2, PP2_DP2 = (2, 1, 1), (2, 1, 2), (2, 2, 1)  # pp, dp, ep
 FAST = {("qwen3_moe", PP2_EP2), ("qwen3_next", PP2), ("llama", PP2)}
 CASES = [
     pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)
@@ -52,22 +55,12 @@ def pipeline(rank, folder, layout, **options):
     return mesh, stages, DualPipeV(stages, process_group=place.group("pp"))
 
 
-def train_step(mesh, pipe):
-    """Run one step on this replica's batch; return the losses on the rank of the last stage."""
-    place = Mesh.of(mesh)
-    tokens, labels = batch_of(place.replica)
-    is_end = place.rank("pp") == 0
-    losses, _ = pipe.step(
-        *((tokens,) if is_end else ()), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if is_end else ())
-    return losses
-
-
 def errors_of(rank, folder, layout, overlap=True):
     """Return the errors of losses and gradients against the whole model, and the number of layers that are cut."""
     mesh, stages, pipe = pipeline(rank, folder, layout, overlap=overlap)
     losses = train_step(mesh, pipe)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
-    expected_losses = whole_losses(whole, layout[1] * layout[2], MICROBATCHES)
+    expected_losses = whole_losses(whole, layout[1] * layout[2])
     expected = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
     errors = {}
     for stage in stages:
@@ -122,7 +115,7 @@ def tied_over_two_ranks(rank, folder):
 def test_a_tied_embedding_on_two_ranks_gets_the_sum_on_both(tmp_path):
     save_tiny(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager").train()
-    whole_losses(whole, 1, MICROBATCHES)
+    whole_losses(whole, 1)
     for grad in run_ranks(tied_over_two_ranks, 2, tmp_path):
         assert error_of(grad, whole.get_input_embeddings().weight.grad) < 1e-10
 
@@ -341,7 +334,7 @@ def test_bfloat16_is_as_near_to_float64_as_transformers_is(family, tmp_path):
     grads = []
     for dtype in (torch.float64, torch.bfloat16):
         whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, experts_implementation="eager").train()
-        whole_losses(whole, 2, MICROBATCHES)
+        whole_losses(whole, 2)
         grads.append({name: p.grad.double() for name, p in whole.named_parameters() if p.grad is not None})
     exact, rounded = grads
     found = {name: grad.double() for of_rank in run_ranks(bfloat16_grads, 4, tmp_path, timeout=120)

@@ -11,23 +11,13 @@ from dualpipe import DualPipeV, Pipeline
 from dualpipe.hf import load_stages
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline.p2p import Link
-from hf_families import batch_of, loss_fn, save_tiny
+from hf_families import MICROBATCHES, PP2, PP2_DP2, PP2_EP2, batch_of, loss_fn, save_tiny
 from ranks import run_ranks
 
 peft = pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
 
 from dualpipe.hf.lora import load_adapter  # noqa: E402
-from lora_cases import (  # noqa: E402
-    MICROBATCHES,
-    PP2,
-    PP2_DP2,
-    PP2_EP2,
-    TARGETS,
-    assert_small,
-    config_of,
-    save_case,
-    step_errors,
-)
+from lora_cases import TARGETS, assert_small, config_of, save_case, step_errors  # noqa: E402
 
 FAST = {("qwen3_moe", PP2_EP2), ("gpt_oss", PP2)}
 CASES = [pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)

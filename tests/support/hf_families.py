@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dualpipe.parallel.mesh import Mesh
+
 VOCAB = 64
+MICROBATCHES = 4
+PP2, PP2_EP2, PP2_DP2 = (2, 1, 1), (2, 1, 2), (2, 2, 1)  # pp, dp, ep
 _DENSE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
@@ -90,13 +94,23 @@ def batch_of(replica: int, rows: int = 8, length: int = 12) -> tuple[Tensor, Ten
     return tokens, labels
 
 
-def whole_losses(model: nn.Module, replicas: int, num_microbatches: int) -> list[list[float]]:
+def train_step(mesh: Any, pipe: Any) -> Any:
+    """Run one step on this replica's batch; return the losses on the rank of the last stage of a V."""
+    place = Mesh.of(mesh)
+    tokens, labels = batch_of(place.replica)
+    is_end = place.rank("pp") == 0
+    losses, _ = pipe.step(
+        *((tokens,) if is_end else ()), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if is_end else ())
+    return losses
+
+
+def whole_losses(model: nn.Module, replicas: int) -> list[list[float]]:
     """Train the whole model on the batches of all replicas; gradients are the mean over these. Returns the losses."""
     losses = []
     for replica in range(replicas):
         tokens, labels = batch_of(replica)
         of_replica = []
-        for x, y in zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches)):
+        for x, y in zip(tokens.chunk(MICROBATCHES), labels.chunk(MICROBATCHES)):
             loss = loss_fn(model(x, use_cache=False).logits, y)
             (loss / replicas).backward()
             of_replica.append(loss.item())

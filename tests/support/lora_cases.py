@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM, modeling_rope_utils
 
 from dualpipe.nn.lora import adapter_places, full_factors
 from dualpipe.parallel.mesh import Mesh
-from hf_families import batch_of, error_of, loss_fn, save_tiny, whole_losses
+from hf_families import error_of, save_tiny, train_step, whole_losses
 from models import Float64Torch
 
-MICROBATCHES = 4
-PP2, PP2_EP2, PP2_DP2 = (2, 1, 1), (2, 1, 2), (2, 2, 1)  # pp, dp, ep
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 TARGETS = {  # attention, a router, the experts, and the head of each family
     "olmoe": (["q_proj", "o_proj", "lm_head"], [*EXPERTS, "mlp.gate.weight"]),
@@ -51,16 +49,6 @@ def save_case(folder, family, **options):
     adapted_whole(folder / "base", config_of(family, **options)).save_pretrained(folder / "adapter")
 
 
-def train_step(mesh, pipe):
-    """Run one step on this replica's batch; return the losses on the rank of the last stage."""
-    place = Mesh.of(mesh)
-    tokens, labels = batch_of(place.replica)
-    is_end = place.rank("pp") == 0
-    losses, _ = pipe.step(
-        *((tokens,) if is_end else ()), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if is_end else ())
-    return losses
-
-
 @contextmanager
 def wide_transformers(family):
     """Have transformers compute norms, rotary angles and routers in float64, which it casts to float32."""
@@ -82,7 +70,7 @@ def step_errors(mesh, stages, pipe, folder, family, options, *, wide=False):
     place = Mesh.of(mesh)
     with wide_transformers(family) if wide else nullcontext():
         whole = adapted_whole(folder / "base", config_of(family, **options))
-        expected_losses = whole_losses(whole, place.replicas, MICROBATCHES)
+        expected_losses = whole_losses(whole, place.replicas)
     expected = {name.replace(".default", ""): p.grad for name, p in whole.named_parameters() if p.requires_grad}
     errors = {}
     for stage in stages:

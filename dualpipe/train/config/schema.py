@@ -36,9 +36,8 @@ def _rule(is_valid: Callable[[Any], object], remedy: str) -> Callable[[Any], Any
 
 _at_least_0 = _rule(lambda value: value >= 0, "must be at least 0")
 _at_least_1 = _rule(lambda value: value >= 1, "must be at least 1")
-_not_negative = _rule(lambda value: value >= 0, "must not be negative")
-_none_negative = _rule(
-    lambda value: all(number >= 0 for number in (value if isinstance(value, tuple) else (value,))),
+_not_negative = _rule(
+    lambda value: all(number >= 0 for number in (value if isinstance(value, tuple) else (value,))),  # one, or several
     "must not be negative",
 )
 _positive = _rule(lambda value: value > 0, "must be positive")
@@ -193,7 +192,7 @@ class ParallelConfig:
     schedule_costs: str = ""
     """for auto: costs of a stage as `dualpipe schedule --costs` takes them, as text such as "F=1,B=1.3,W=0.65,FB=1.95",
     or a JSON file; default: F=1,B=2,W=1, and pairs save nothing"""
-    schedule_memory: float | tuple[float, ...] = _none_negative(0.0)
+    schedule_memory: float | tuple[float, ...] = _not_negative(0.0)
     """for auto: maximum stage activations on a rank, where a deferred weight gradient counts 0.5: one number, or one
     for each pipeline rank, such as [7, 9, 9, 9]; 0: that of dualpipev, 2 pp + 1"""
     layers_per_stage: tuple[int, ...] = ()
