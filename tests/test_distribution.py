@@ -86,7 +86,7 @@ def test_the_metadata_is_complete(built):
                            if line.endswith(f'extra == "{name}"'))
               for name in ("viz", "hf", "remote")}
     assert extras == {
-        "viz": ["matplotlib", "tensorboard"], "hf": ["jinja2", "transformers"], "remote": ["fsspec"],
+        "viz": ["matplotlib", "tensorboard"], "hf": ["jinja2", "peft", "transformers"], "remote": ["fsspec"],
     }
 
 

@@ -26,7 +26,7 @@ from ranks import run_ranks
 from trainers import built_trainer
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.toml") if path.stem != "lora-tiny")  # needs its base
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = ["--parallel.device", "cpu", "--train.steps", "1", "--train.sequence_length", "8", "--train.num_chunks", "4",
          "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0",
