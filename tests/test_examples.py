@@ -92,7 +92,6 @@ def test_fine_tunes_a_model_and_exports_it(fine_tuned):
     assert learned(out)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_adapters_teach_it_other_colours(fine_tuned, monkeypatch, capsys):
