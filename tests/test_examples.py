@@ -1,10 +1,13 @@
 """The examples for users run as their docstrings say, and find their own gradients right."""
 
+import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ from scripts import fork_script
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL, MOE = EXAMPLES / "wrap_your_model.py", EXAMPLES / "wrap_your_moe.py"
 FINE_TUNE = EXAMPLES / "fine_tune.py"
+FINE_TUNING = EXAMPLES.parent / "docs/fine-tuning.md"
 
 
 def errors_by_torchrun(example, ranks, folder):
@@ -59,20 +63,57 @@ def learned(out):
     return "What colour is snow? white\nWhat colour is the sky? blue\n" in out
 
 
-@pytest.mark.slow
-def test_fine_tunes_a_model_and_exports_it(tmp_path, capsys):
-    """With forked ranks; the answers come from transformers."""
+def run_dualpipe(folder, arguments):
+    process = Command(folder, arguments, os.environ)
+    _, err = process.communicate(250)
+    assert process.returncode == 0, err
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(tmp_path_factory):
+    """The folder in which fine_tune.py has run, with forked ranks, and its output."""
+    folder = tmp_path_factory.mktemp("fine_tuned")
 
     def run(command, check):
         assert command[:4] == [sys.executable, "-P", "-m", "dualpipe"] and check
-        process = Command(tmp_path, command[4:], os.environ)
-        _, err = process.communicate(250)
-        assert process.returncode == 0, err
+        run_dualpipe(folder, command[4:])
 
     main = runpy.run_path(str(FINE_TUNE))["main"]
     main.__globals__["subprocess"] = SimpleNamespace(run=run)
-    main(tmp_path)
-    assert learned(capsys.readouterr().out)
+    with redirect_stdout(io.StringIO()) as out:
+        main(folder / "out/fine-tune")
+    return folder, out.getvalue()
+
+
+@pytest.mark.slow
+def test_fine_tunes_a_model_and_exports_it(fine_tuned):
+    """The answers come from transformers."""
+    _, out = fine_tuned
+    assert learned(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_teach_it_other_colours(fine_tuned, monkeypatch, capsys):
+    """With the commands and the code of docs/fine-tuning.md, of which the second command exports the merged model."""
+    pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
+    from transformers import AutoModelForCausalLM
+
+    folder, _ = fine_tuned
+    monkeypatch.chdir(folder)
+    Path("examples").mkdir()
+    for file in EXAMPLES.glob("lora-tiny.*"):
+        shutil.copy(file, "examples")
+    text = FINE_TUNING.read_text(encoding="utf-8")
+    train, merge = re.findall(r"^    dualpipe (train examples/lora-tiny.*)$", text, re.M)
+    (code,) = re.findall(r"```py\n(from peft .*?)```", text, re.S)
+    Path("ask.py").write_text(code)
+    run_dualpipe(folder, train.split())
+    capsys.readouterr()
+    answer = runpy.run_path("ask.py")["answer"]
+    assert capsys.readouterr().out == "white\nblack\n"
+    run_dualpipe(folder, merge.split())
+    assert answer(AutoModelForCausalLM.from_pretrained("out/lora-tiny/merged")) == "black"
 
 
 @pytest.mark.long
