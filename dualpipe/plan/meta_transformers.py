@@ -38,7 +38,8 @@ from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH
 _aten = torch.ops.aten
-_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "key")  # attributes that hold the number of a layer
+# Attributes that hold the number of a layer; `key` of an adapter is its layer's name.
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "key")
 
 
 class MetaStage(CausalLMStage):

@@ -55,11 +55,6 @@ class Prediction:
     model: HubConfig
     machine: Machine
 
-    @property
-    def lora(self) -> LoRAConfig:
-        """Adapters of the run."""
-        return self.config.lora
-
     @cached_property
     def setting(self) -> Setting:
         """Inputs of the costs of the run's layers."""
@@ -78,8 +73,8 @@ class Prediction:
             cp_method=p.cp_method,
             dispatch=p.dispatch,
             part_bytes=self.config.memory.part_bytes,
-            fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model, self.lora) if self.machine.fp8 else NO_FP8,
-            lora=self.lora,
+            fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model, self.config.lora) if self.machine.fp8 else NO_FP8,
+            lora=self.config.lora,
         )
 
     @cached_property
@@ -143,7 +138,7 @@ class Prediction:
         itemsize = self.setting.dtype.itemsize
         seconds = []
         all_sizes = stage_sizes(
-            self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet, lora=self.lora)
+            self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet, lora=self.config.lora)
         for sizes in all_sizes:
             gather = self._shard_ring_seconds(itemsize * sizes.dense, itemsize * sizes.experts)
             reduce_scatter = self._shard_ring_seconds(4 * sizes.trained_dense, 4 * sizes.trained_experts)
@@ -195,7 +190,7 @@ class Prediction:
     def muon_flops(self) -> float:
         """FLOPs of Muon's GEMMs on the slowest rank. Ranks with the same stages divide these GEMMs among them."""
         p = self.config.parallel
-        stages = stages_on_meta(self.model, self.shape.num_stages, p.layers_per_stage, self.lora)
+        stages = stages_on_meta(self.model, self.shape.num_stages, p.layers_per_stage, self.config.lora)
         stage_flops = [sum(map(count_flops, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         rank_flops = [sum(stage_flops[stage] for stage in self.shape.rank_stages(rank)) for rank in range(p.pp)]
         return max(rank_flops) / p.dense_shards
@@ -253,7 +248,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, as a fraction. For attention it counts all pairs of positions, causal or not."""
-        flops = flops_per_token(self.model, self.setting.length, self.lora)
+        flops = flops_per_token(self.model, self.setting.length, self.config.lora)
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
     def costs(self, *, reduce: bool = True, send: bool = True) -> Costs:
