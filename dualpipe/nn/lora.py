@@ -256,8 +256,8 @@ def merged_factors(root: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the factors inside of a module that are multiplied with each other in every forward; see `adapt_matrix`."""
     for place in adapter_places(root):
         if isinstance(place.owner, _AdaptedMatrix):
-            yield place.adapter.lora_A.weight
-            yield place.adapter.lora_B.weight
+            yield cast(nn.Parameter, place.adapter.lora_A.weight)
+            yield cast(nn.Parameter, place.adapter.lora_B.weight)
 
 
 def check_merge(modules: Sequence[nn.Module]) -> None:
