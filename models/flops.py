@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
@@ -69,6 +71,43 @@ def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = F
     return Flops(forward, 2 * forward)
 
 
+class PartFlops(NamedTuple):
+    """Forward FLOPs per token of a layer or of the head.
+
+    matrices: those of its matrices, adapters included. trained: those of its trained matrices alone. scores: those of
+    attention.
+    """
+
+    matrices: float
+    trained: float
+    scores: float = 0.0
+
+
+def trained_flops(parts: Iterable[PartFlops]) -> Flops:
+    """Sum the FLOPs of a model with frozen weights, which have no weight gradient.
+
+    The backward begins at the first part with a trained matrix. parts: in the order of the forward.
+    """
+    forward = 0.0
+    backward = 0.0
+    for part in parts:
+        forward += part.matrices + part.scores
+        if part.trained or backward:
+            backward += part.matrices + part.trained + 2 * part.scores  # input gradients, weight gradients, attention
+    return Flops(forward, backward)
+
+
+def adapted_flops_per_token(config: HubConfig, whole: nn.Module, sequence_length: int) -> Flops:
+    """Count the FLOPs of a model with adapters, `whole` on the meta device; see `flops_per_token`."""
+    parts = []
+    for name, layer in cast(nn.Module, whole.layers).named_children():
+        scores = attention_flops(config, int(name), sequence_length)
+        parts.append(PartFlops(_matrix_flops(layer), _matrix_flops(layer, trained=True), scores))
+    head = cast(nn.Module, whole.lm_head)
+    parts.append(PartFlops(_matrix_flops(head), _matrix_flops(head, trained=True)))
+    return trained_flops(parts)
+
+
 def last_flops(config: HubConfig, sequence_length: int, *, causal: bool = False) -> float:
     """Count the forward FLOPs per token that the last stage always has.
 
@@ -85,14 +124,19 @@ def head_flops(config: HubConfig) -> float:
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
     """Count the forward FLOPs per token of a layer; see `flops_per_token`."""
-    layer = meta_layer(config, index)
-    top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
-    linear_flops = 0.0
-    for module in layer.modules():
-        if isinstance(module, Linear | GroupedLinear):
+    matrix_flops = _matrix_flops(meta_layer(config, index))
+    return matrix_flops + attention_flops(config, index, sequence_length, causal=causal)
+
+
+def _matrix_flops(part: nn.Module, *, trained: bool = False) -> float:
+    """Count the forward FLOPs per token of the matrices of a layer or of the head; `trained`: of the trained ones."""
+    top_k = part.mlp.gate.top_k if isinstance(part, Layer) and isinstance(part.mlp, SparseMLP) else 0
+    flops = 0.0
+    for module in part.modules():
+        if isinstance(module, Linear | GroupedLinear) and (module.weight.requires_grad or not trained):
             uses = top_k if isinstance(module, GroupedLinear) else 1
-            linear_flops += 2.0 * uses * module.in_features * module.out_features
-    return linear_flops + attention_flops(config, index, sequence_length, causal=causal)
+            flops += 2.0 * uses * module.in_features * module.out_features
+    return flops
 
 
 def attention_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:

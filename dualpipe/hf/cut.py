@@ -11,6 +11,7 @@ from torch import nn
 
 from dualpipe.hf.stand_ins import plain_attributes
 from dualpipe.models.stages import split_layers
+from dualpipe.nn import GroupedLinear
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
 _NORM_NAMES = ("norm", "final_layernorm", "embedding_norm", "final_norm")  # attributes with the norm after the layers
@@ -176,15 +177,20 @@ def check_expert_division(causal_lm: nn.Module, num_ranks: int) -> None:
                              "ranks; set ep to a divisor")
 
 
-def layer_cost(layer: nn.Module, config: Any) -> float:
+def layer_cost(layer: nn.Module, config: Any, *, trained: bool = False) -> float:
     """Return the number of multiplications of a layer for one token, excluding attention scores.
 
-    The matrices of E experts count K / E times, for K experts per token.
+    The matrices of E experts count K / E times, for K experts per token. trained: count trained matrices alone.
     """
     top_k = top_k_of(config)
     cost = 0.0
     for module in layer.modules():
-        num_experts: Any = module.num_experts if is_interface_experts(module) else top_k
-        numel = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        num_experts: Any = top_k
+        if is_interface_experts(module):
+            num_experts = module.num_experts
+        elif isinstance(module, GroupedLinear):  # of an adapter of experts
+            num_experts = module.num_groups
+        numel = sum(p.numel() for p in module.parameters(recurse=False)
+                    if p.dim() > 1 and (p.requires_grad or not trained))
         cost += min(1.0, top_k / num_experts) * numel
     return cost

@@ -31,6 +31,7 @@ from dualpipe.hf.cut import (
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.structure import check_structure
+from dualpipe.models.flops import PartFlops, trained_flops
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
@@ -153,14 +154,17 @@ class TransformersModel:
         has_states = any(_is_stateful(kind) for kind in kinds)
         return has_convolutions or has_states or self.model_type == "gpt_oss"
 
-    def flops_per_token(self, sequence_length: int) -> float:
+    def flops_per_token(self, sequence_length: int, adapted: CausalLMStage | None = None) -> float:
         """Return the FLOPs of GEMMs and attention scores for one token, forward and backward.
 
         Counts the matrices of the K experts of a token. Attention scores, if a layer has them, are counted for all
         pairs of positions, as without a causal mask.
+
+        adapted: the whole model with adapters, whose frozen weights have no weight gradient; None: all are trained.
         """
         config = self._text_config
-        layers = base_of(self.causal_lm).layers
+        model = self.causal_lm if adapted is None else adapted.causal_lm
+        layers = list(base_of(model).layers)
         num_heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         qk_dim = head_dim
@@ -168,11 +172,15 @@ class TransformersModel:
             qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         v_dim = getattr(config, "v_head_dim", None) or head_dim
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-        num_score_layers = sum(not _is_stateful(kind) for kind in kinds)
-        matrices = sum(layer_cost(layer, self.causal_lm.config) for layer in layers)
-        matrices += config.hidden_size * config.vocab_size
-        scores = num_score_layers * num_heads * (qk_dim + v_dim) * sequence_length
-        return 3 * 2.0 * (matrices + scores)  # the backward has twice the FLOPs of the forward
+        parts = []
+        for layer, kind in zip(layers, kinds):
+            scores = 0 if _is_stateful(kind) else num_heads * (qk_dim + v_dim) * sequence_length
+            matrices, trained = (layer_cost(layer, model.config, trained=trained) for trained in (False, True))
+            parts.append(PartFlops(2.0 * matrices, 2.0 * trained, 2.0 * scores))
+        head = model.get_output_embeddings()
+        matrices, trained = (layer_cost(head, model.config, trained=trained) for trained in (False, True))
+        parts.append(PartFlops(2.0 * matrices, 2.0 * trained))
+        return trained_flops(parts).total
 
     def meta_stages(self, num_stages: int = 1, layers_per_stage: tuple[int, ...] = ()) -> tuple[CausalLMStage, ...]:
         """Return all stages on the meta device, shared by all callers: do not change them.

@@ -165,8 +165,8 @@ def rows_per_part(vocabulary: int, dtype: torch.dtype, part_bytes: int) -> int:
 def part_peak_bytes(head: LinearHead, num_rows: int, dtype: torch.dtype, part_bytes: int, *, cpu: bool) -> int:
     """Return the bytes of the logits that exist at once for `num_rows` rows, with temporaries of their size.
 
-    Logits in half precision have a float32 copy for a scale or a cap, and always on the CPU, where the gradient of the
-    weight is a temporary too, before it is added to its accumulator.
+    Logits in half precision have a float32 copy for a scale or a cap, and always on the CPU, where the gradient of a
+    trained weight is a temporary too, before it is added to its accumulator.
 
     dtype: dtype of the logits.
     """
@@ -178,7 +178,9 @@ def part_peak_bytes(head: LinearHead, num_rows: int, dtype: torch.dtype, part_by
     if head.cap is not None:  # its slope
         bytes_per_logit += wide
     rows = min(num_rows, rows_per_part(layer.out_features, dtype, part_bytes))
-    weight_grad = min(layer.in_features * layer.out_features, LARGEST_WEIGHT_GRAD) * wide if cpu else 0
+    weight_grad = 0
+    if cpu and layer.weight.requires_grad:
+        weight_grad = min(layer.in_features * layer.out_features, LARGEST_WEIGHT_GRAD) * wide
     return rows * layer.out_features * bytes_per_logit + weight_grad
 
 

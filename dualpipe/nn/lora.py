@@ -252,6 +252,14 @@ def adapter_places(root: nn.Module) -> Iterator[AdapterPlace]:
                 yield AdapterPlace(f"{path}.{STACKED}.{key}".lstrip("."), owner, key, child)
 
 
+def merged_factors(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the factors inside of a module that are multiplied with each other in every forward; see `adapt_matrix`."""
+    for place in adapter_places(root):
+        if isinstance(place.owner, _AdaptedMatrix):
+            yield cast(nn.Parameter, place.adapter.lora_A.weight)
+            yield cast(nn.Parameter, place.adapter.lora_B.weight)
+
+
 def check_merge(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if an adapter cannot be merged, because its weight is quantized, or also the embedding's."""
     for module in modules:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from dualpipe.nn.segments import Communicate, Compute, Names, Segment
 from dualpipe.parallel.fsdp.private import private
-from dualpipe.parallel.fsdp.unit_records import is_own_hook
+from dualpipe.parallel.fsdp.unit_records import dtype_of_casts, is_own_hook
 
 
 def with_forward_hooks(
@@ -73,6 +73,16 @@ def has_other_hooks(module: nn.Module) -> bool:
                module._forward_hooks)
     return any(not is_own_hook(hook) and _fsdp_state(hook) is None
                for hooks in by_kind for hook in hooks.values())
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that hooks of FSDP2 or of `shard_stages` cast a module's outputs to; None if they cast none."""
+    dtype: torch.dtype | None = None
+    for hook in module._forward_hooks.values():
+        state = _fsdp_state(hook)
+        cast = dtype_of_casts(hook) if state is None else private(state, "_mp_policy").output_dtype
+        dtype = cast or dtype
+    return dtype
 
 
 def _run_pre_hooks(module: nn.Module, save_arguments: bool, *args: Any) -> tuple[Any, ...]:

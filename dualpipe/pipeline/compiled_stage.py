@@ -44,7 +44,7 @@ from dualpipe.nn.segments import (
     run_segments,
     validate_segments,
 )
-from dualpipe.parallel.forward_hooks import has_other_hooks, is_compiled, with_forward_hooks
+from dualpipe.parallel.forward_hooks import has_other_hooks, is_compiled, output_dtype, with_forward_hooks
 from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 
 TARGET = "(target)"  # name of a `Target` in the last stage's carry; no identifier, so that no user's name is the same
@@ -331,11 +331,14 @@ def plain_head(module: nn.Module) -> LinearHead | None:
     """Return the head of a last stage that can run in parts; None if the stage must return logits.
 
     It must where hooks of the user's see logits, where the stage or the head is compiled as a whole, and where the head
-    is no plain linear layer, for example with an adapter or a quantized weight.
+    is no plain linear layer, for example with an adapter or a quantized weight, or where its logits are cast to another
+    dtype.
     """
     method = None if is_compiled(module) else optional_method(module, "linear_head")
     head: LinearHead | None = None if method is None else method()
     if head is None or is_compiled(head.layer) or has_other_hooks(module) or has_other_hooks(head.layer):
+        return None
+    if any(output_dtype(caster) not in (None, head.layer.weight.dtype) for caster in (module, head.layer)):
         return None
     return head if head.can_run_in_parts else None
 

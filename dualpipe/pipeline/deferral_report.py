@@ -30,6 +30,7 @@ from dualpipe.nn.conversion import deferring_class, is_fsdp_module
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.head import LOSS_IN_PARTS
 from dualpipe.nn.linear import Linear, TransposedLinear
+from dualpipe.nn.lora import adapter_places, merged_factors
 from dualpipe.schedule import Costs, Schedule, simulate
 
 _MIN_SHARE = 0.5  # deferred share of a rank's weight-gradient work below which a pipeline warns
@@ -269,6 +270,7 @@ class StepProbe:
         self._uses: defaultdict[Tensor, _Uses] = defaultdict(_Uses)
         self._places: dict[Tensor, list[_Place]] = {}
         self._computed_from: set[nn.Parameter] = set()
+        self._partners: dict[nn.Module, nn.Module] = {}  # of each `lora_A` of an adapter, its `lora_B`
         self._deferring: set[str] = set()  # autograd.Functions whose backwards put gradients into the store
 
     # -- interface of an observer
@@ -322,7 +324,7 @@ class StepProbe:
         deferring = {name: flops for name, flops in functions.items() if name in self._deferring}
         unknown = {name: flops for name, flops in functions.items() if name not in self._deferring}
         undeferred = uses.hooked + uses.by_autograd + sum(unknown.values())
-        is_unused = undeferred > 0 and not _has_gradient(parameter, place)
+        is_unused = undeferred > 0 and not self._has_gradient(parameter, place)
         if is_unused:
             undeferred = 0
         reason = ""
@@ -354,7 +356,7 @@ class StepProbe:
             for name, parameter in module.named_parameters():
                 owner = module.get_submodule(name.rpartition(".")[0])
                 place = _Place(stage, name, owner, name.rpartition(".")[2])
-                if parameter.dim() < 2 or (stage, name) in names or not _has_gradient(parameter, place):
+                if parameter.dim() < 2 or (stage, name) in names or not self._has_gradient(parameter, place):
                     continue
                 flops = gemm_flops(parameter.shape, rows[stage])
                 reason = _NOT_OBSERVED
@@ -362,6 +364,24 @@ class StepProbe:
                     flops = 0
                     reason = uncounted_reason(owner, ())
                 yield ParameterWork(stage, name, tuple(parameter.shape), 0, flops, reason)
+
+    def _has_gradient(self, parameter: Tensor, place: _Place) -> bool:
+        """Return False if a parameter has no gradient after the step, or one of zeros, as FSDP2 gives unused ones.
+
+        For the first factor of an adapter, the gradient of the second one counts: as long as the second is zero, the
+        gradient of the first is.
+
+        parameter: the tensor that was used in the step, which FSDP2 may have replaced since.
+        """
+        partner = self._partners.get(place.owner)
+        current = getattr(partner or place.owner, place.key, None)
+        tensors = [] if partner is not None else [parameter]
+        if isinstance(current, nn.Parameter):
+            tensors.append(current)
+        if any(tensor._post_accumulate_grad_hooks for tensor in tensors):
+            return True  # the hook may have taken the gradient
+        gradients = [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
+        return any(not gradient.numel() or bool(gradient.count_nonzero()) for gradient in gradients)
 
     # -- places of parameters
 
@@ -375,6 +395,8 @@ class StepProbe:
     def _find_places(self) -> None:
         """Record the places of the current parameters of the stages."""
         for stage, module in self._modules.items():
+            self._computed_from.update(merged_factors(module))
+            self._partners.update((place.adapter.lora_A, place.adapter.lora_B) for place in adapter_places(module))
             for path, owner in module.named_modules():
                 for key, parameter in owner.named_parameters(recurse=False):
                     place = _Place(stage, f"{path}.{key}".lstrip("."), owner, key)
@@ -383,19 +405,6 @@ class StepProbe:
                         places.append(place)
                     if is_computed_from(owner, key):
                         self._computed_from.add(parameter)
-
-
-def _has_gradient(parameter: Tensor, place: _Place) -> bool:
-    """Return False if a parameter has no gradient after the step, or one of zeros, as FSDP2 gives unused parameters.
-
-    parameter: the tensor that was used in the step, which FSDP2 may have replaced since.
-    """
-    current = getattr(place.owner, place.key, None)
-    tensors = [parameter, current] if isinstance(current, nn.Parameter) else [parameter]
-    if any(tensor._post_accumulate_grad_hooks for tensor in tensors):
-        return True  # the hook may have taken the gradient
-    gradients = [local(tensor.grad) for tensor in tensors if tensor.grad is not None]
-    return any(not gradient.numel() or bool(gradient.count_nonzero()) for gradient in gradients)
 
 
 def _main_place(places: list[_Place]) -> _Place:
@@ -530,9 +539,13 @@ def _computed(source: Node, computed_from: Collection[nn.Parameter], operator: s
     visited: set[Node] = set()
     while pending and len(visited) < _MAX_OPERATORS:
         node = pending.pop()
-        if node in visited or operator_of(node) in _GEMMS:
+        if node in visited:
             continue
         visited.add(node)
+        if operator_of(node) in _GEMMS:  # of an adapter's factors, or one whose result is no weight
+            operands = (_origins(operand) for operand, _ in node.next_functions if operand is not None)
+            origins += (parameter for parameters in operands for parameter in parameters if parameter in computed_from)
+            continue
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter) and variable in computed_from:
             origins.append(variable)

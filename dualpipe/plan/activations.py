@@ -35,6 +35,7 @@ from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.counted_stages import CountedStage, Workload, counted_stage, layer_kinds, workload_to_run
 from dualpipe.plan.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
 from dualpipe.train.config.model_config import TrainedModel
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 # Temporaries of the CPU references at half precision, by operator: how many float32 copies of its largest tensor are
 # alive at the peak. A test measures them with torch's allocator. References that are not listed have few temporaries;
@@ -78,6 +79,7 @@ def activation_bytes(
     model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
     recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, last: bool = False, cpu: bool = False,
     has_documents: bool = False, cp: int = 1, cp_method: str = "auto", part_bytes: int = PART_BYTES,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> ActivationBytes:
     """Return the bytes that layers take for a micro-batch of (batch, sequence_length) tokens.
 
@@ -102,11 +104,13 @@ def activation_bytes(
         cp_method: value of parallel.cp_method.
         part_bytes: limit of the logits that exist at once, counted in float32, if the head can run in parts; 0: those
             of all tokens do.
+        lora: adapters of the model. Nothing is kept for the weight gradients of frozen layers, nor for the backward of
+            the layers before the first adapter.
     """
     work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
-                    cp_method=cp_method, head_in_parts=False)
+                    cp_method=cp_method, head_in_parts=False, lora=lora)
     work = work._replace(head_in_parts=_needs_parts(model, work, part_bytes))
-    runs = _runs_of_layers(model, layers, recompute, cp)
+    runs = _runs_of_layers(model, layers, recompute, cp, lora)
     by_rank = [_bytes_of_runs(model, runs, probe, last, sequence_length) for probe in _probes(model, work)]
     sizes = ActivationBytes(*(round(max(sizes) * work.tokens) for sizes in zip(*by_rank)))
     part = _part_bytes(model, work, part_bytes) if last else 0
@@ -117,6 +121,7 @@ def pair_bytes(
     model: TrainedModel, pair: tuple[PairedAction, PairedAction], *, batch: int, sequence_length: int,
     dtype: torch.dtype = torch.bfloat16, recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, cpu: bool = False,
     has_documents: bool = False, cp: int = 1, cp_method: str = "auto", part_bytes: int = PART_BYTES,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> int:
     """Return the peak bytes of two overlapping actions, beyond those before or after them, whichever are more.
 
@@ -125,10 +130,10 @@ def pair_bytes(
     equal layers are shortened: at most two layers are in use at once. Arguments: see `activation_bytes`.
     """
     work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents, cp,
-                    cp_method=cp_method, head_in_parts=False)
+                    cp_method=cp_method, head_in_parts=False, lora=lora)
     work = work._replace(head_in_parts=_needs_parts(model, work, part_bytes))
     actions = tuple(
-        (kind, tuple(chain.from_iterable(_shortened(_runs_of_layers(model, layers, recompute, cp)))), last)
+        (kind, tuple(chain.from_iterable(_shortened(_runs_of_layers(model, layers, recompute, cp, lora)))), last)
         for kind, layers, last in pair)
     most = max(_pair_bytes_per_token(model, actions, probe, sequence_length) for probe in _probes(model, work))
     # A part of the logits comes last in its forward, when the other action has released about what it will.
@@ -138,13 +143,13 @@ def pair_bytes(
 
 def _part_bytes(model: TrainedModel, work: Workload, part_bytes: int) -> int:
     """Return the bytes of a part of the logits with its temporaries; 0 for a head that does not run in parts."""
-    head = head_in_parts(model, work.dtype) if work.head_in_parts else None
+    head = head_in_parts(model, work.dtype, work.lora) if work.head_in_parts else None
     return 0 if head is None else part_peak_bytes(head, _most_tokens(work), work.dtype, part_bytes, cpu=work.cpu)
 
 
 def _needs_parts(model: TrainedModel, work: Workload, part_bytes: int) -> bool:
     """Return True if the logits of a micro-batch are more than a part of them, and the head can run in parts."""
-    head = head_in_parts(model, work.dtype) if part_bytes else None
+    head = head_in_parts(model, work.dtype, work.lora) if part_bytes else None
     return head is not None and head.needs_parts(_most_tokens(work), work.dtype, part_bytes)
 
 
@@ -155,10 +160,10 @@ def _most_tokens(work: Workload) -> int:
 
 
 @lru_cache(maxsize=64)
-def head_in_parts(model: TrainedModel, dtype: torch.dtype) -> LinearHead | None:
+def head_in_parts(model: TrainedModel, dtype: torch.dtype, lora: LoRAConfig) -> LinearHead | None:
     """Return the head of a model on the meta device; None if it cannot run in parts with the loss."""
-    probe = Workload(_HEAD_TOKENS, (_HEAD_TOKENS,), dtype)
-    return counted_stage(model, layer_kinds(model, range(1), ()), probe, is_last=True).head()
+    probe = Workload(_HEAD_TOKENS, (_HEAD_TOKENS,), dtype, lora=lora)
+    return counted_stage(model, layer_kinds(model, range(1), (), lora=lora), probe, is_last=True).head()
 
 
 def _probes(model: TrainedModel, work: Workload) -> list[Workload]:
@@ -171,10 +176,10 @@ def _probes(model: TrainedModel, work: Workload) -> list[Workload]:
 
 
 def _runs_of_layers(
-    model: TrainedModel, layers: range, recompute: Iterable[str], cp: int
+    model: TrainedModel, layers: range, recompute: Iterable[str], cp: int, lora: LoRAConfig
 ) -> list[list[LayerKind]]:
     """Return the kinds of layers by run of equal neighbouring layers."""
-    return [list(run) for _, run in groupby(layer_kinds(model, layers, recompute, cp=cp))]
+    return [list(run) for _, run in groupby(layer_kinds(model, layers, recompute, cp=cp, lora=lora))]
 
 
 def _shortened(runs: Iterable[list[LayerKind]]) -> list[list[LayerKind]]:
@@ -328,7 +333,7 @@ def _begin(run: MetaRun, stage: CountedStage, probe: Workload, length: int) -> N
     """Start a micro-batch in sequences of `length` tokens."""
     batch = probe.tokens // length
     local_length = stage.split.counts(length)[probe.cp_rank]
-    x = meta_hidden(stage.hidden_size, batch, local_length, probe.dtype)
+    x = meta_hidden(stage.hidden_size, batch, local_length, probe.dtype, requires_grad=not stage.is_start)
     labels = torch.empty((batch, local_length), dtype=torch.int64, device="meta")
     run.begin({"x": x, "labels": labels} | stage.side_inputs(batch, length), ("x",))
 

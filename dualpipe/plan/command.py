@@ -60,9 +60,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
             raise ValueError(f"--write has the row {row!r}; give a row of the table, from 1")
         check_parent(Path(path))
     model = read_own_model_config(config, "dualpipe plan")
-    if config.lora.is_enabled:
-        raise ValueError("dualpipe plan predicts steps that train all weights; leave out [lora] for their times, an "
-                         "upper bound, and ask `dualpipe memory` for the memory of adapters")
     request = PlanRequest(
         config, model, machine, args.gpus, _sequences(config, args.global_batch, args.gpus),
         by_memory=args.objective == "memory",

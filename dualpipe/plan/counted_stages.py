@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from dualpipe.models.decoder import Layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
@@ -24,8 +25,9 @@ from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_p
 from dualpipe.pipeline.compiled_stage import plain_head
 from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.meta_dispatch import MetaDispatcher, PretendedAllToAll
-from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
+from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds, start_layers
 from dualpipe.runtime.errors import first_line
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 if TYPE_CHECKING:
     from dualpipe.hf.model import TransformersModel
@@ -50,7 +52,7 @@ class Workload(NamedTuple):
     number of nodes that these are on, if rows are dispatched in two hops; 1: in one hop. cpu: True if the rank is a
     CPU, not a GPU. has_documents: True if a sequence holds several documents, which attention does not cross. cp:
     number of ranks that share a sequence. cp_rank: the rank among these. cp_method: value of parallel.cp_method.
-    head_in_parts: True if the head and the loss run in parts, where the head can.
+    head_in_parts: True if the head and the loss run in parts, where the head can. lora: adapters of the model.
     """
 
     tokens: int
@@ -64,6 +66,7 @@ class Workload(NamedTuple):
     cp_rank: int = 0
     cp_method: str = "auto"
     head_in_parts: bool = True
+    lora: LoRAConfig = NO_ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class CountedStage:
     side_inputs: returns the entries of the carry other than hidden states and labels, for sequences (batch, length).
     attention: returns the context in which to run the stage. fused: bytes per token that fused attention kernels save
     in place of the scores, which the stage materializes; None if attention in the stage saves the same tensors as on
-    the device. has_masks: True if its bool masks take memory on the device. split: tokens of this rank.
+    the device. has_masks: True if its bool masks take memory on the device. split: tokens of this rank. is_start: True
+    if the hidden states that it gets need no gradient.
     """
 
     module: Stage | MetaStage
@@ -84,6 +88,7 @@ class CountedStage:
     fused: float | None = None
     has_masks: bool = False
     split: SequenceSplit = WHOLE
+    is_start: bool = False
 
     def head(self) -> LinearHead | None:
         """Return the head of a last stage if it can run in parts with the loss, else None."""
@@ -110,14 +115,19 @@ def workload_to_run(model: TrainedModel, work: Workload) -> Workload:
 
 
 def layer_kinds(
-    model: TrainedModel, layers: Iterable[int], recompute: Iterable[str], *, cp: int = 1
+    model: TrainedModel, layers: Iterable[int], recompute: Iterable[str], *, cp: int = 1,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> list[LayerKind]:
-    """Return the kind of each of the layers. recompute: rules of `Recompute`. cp: ranks that share a sequence."""
+    """Return the kind of each of the layers.
+
+    recompute: rules of `Recompute`. cp: ranks that share a sequence. lora: adapters of the model.
+    """
     if isinstance(model, HubConfig):
-        return kinds_of(model, layers, recompute, by_window=cp > 1)
+        return kinds_of(model, layers, recompute, by_window=cp > 1, lora=lora)
     rules = Recompute(recompute, model.num_hidden_layers)
-    equal_layers = _equal_layers(model)
-    return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
+    equal_layers = _equal_layers(model, lora)
+    start = start_layers(model, rules, lora)
+    return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else (), i in start) for i in layers]
 
 
 def counted_stage(model: TrainedModel, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> CountedStage:
@@ -129,7 +139,7 @@ def counted_stage(model: TrainedModel, kinds: Sequence[LayerKind], probe: Worklo
 
 def _native_stage(config: HubConfig, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> CountedStage:
     """Return a stage of native layers. Their attention materializes the scores, as it does on the CPU."""
-    stage = stage_of_kinds(config, kinds, probe.ep, probe.dtype, is_last, probe.nodes)
+    stage = stage_of_kinds(config, kinds, probe.ep, probe.dtype, is_last, probe.nodes, probe.lora)
     if probe.cp > 1:
         ranks = PretendedAllToAll(probe.cp, probe.cp_rank)
         stage.use_context_parallelism(ContextParallel(ranks, method=probe.cp_method))
@@ -144,7 +154,7 @@ def _native_stage(config: HubConfig, kinds: Sequence[LayerKind], probe: Workload
 
     fused = 0
     for index, layer in stage.numbered():
-        if "attention" not in kinds[index].recomputed:
+        if "attention" not in kinds[index].recomputed and _saves_attention(layer, kinds[index]):
             # Compared with the CPU's attention without its scores, fused kernels save one more float32 per head, and do
             # not save the copies of keys and values that several heads share.
             attention = layer.self_attn
@@ -153,7 +163,18 @@ def _native_stage(config: HubConfig, kinds: Sequence[LayerKind], probe: Workload
             fused += 4 * attention.num_heads - repeated * probe.dtype.itemsize
     return CountedStage(
         stage, config.hidden_size, is_last, side_inputs, fused=None if probe.cpu else fused, has_masks=probe.cpu,
-        split=stage.split)
+        split=stage.split, is_start=_is_start(kinds))
+
+
+def _saves_attention(layer: Layer, kind: LayerKind) -> bool:
+    """Return True if queries, keys or values need a gradient."""
+    trained = (name for name, param in layer.self_attn.named_parameters() if param.requires_grad)
+    return not kind.is_start or any(not name.startswith("o_proj.") for name in trained)
+
+
+def _is_start(kinds: Sequence[LayerKind]) -> bool:
+    """Return True if the hidden states that a stage of these layers gets need no gradient."""
+    return bool(kinds) and kinds[0].is_start
 
 
 def _transformers_stage(
@@ -165,9 +186,9 @@ def _transformers_stage(
     """
     from dualpipe.plan.meta_transformers import DeviceAttention, SkippedLayer, build_meta_stage, split_on_meta
 
-    unused_layers = {kind.first: iter(_equal_layers(model)[kind.first]) for kind in kinds}
+    unused_layers = {kind.first: iter(_equal_layers(model, probe.lora)[kind.first]) for kind in kinds}
     by_number = {next(unused_layers[kind.first]): kind for kind in kinds}
-    module = build_meta_stage(model, list(by_number), is_last=is_last, dtype=probe.dtype)
+    module = build_meta_stage(model, list(by_number), is_last=is_last, dtype=probe.dtype, lora=probe.lora)
     if len(probe.lengths) > 1:
         _shorten_windows(module.base.config)
     recomputed = {number for number, kind in by_number.items() if kind.recomputed}
@@ -180,7 +201,7 @@ def _transformers_stage(
         _keep_rank_experts(module, probe)
         split_on_meta(module, meta_hidden(model.hidden_size, *_TRIAL_SHAPE, probe.dtype))
     for parameter in module.parameters():  # accumulators, which are counted elsewhere
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
 
     def side_inputs(batch: int, length: int) -> dict[str, Any]:
         positions = None
@@ -189,7 +210,8 @@ def _transformers_stage(
         return {"position_ids": positions}
 
     attention = partial(DeviceAttention, probe.cpu)
-    return CountedStage(module, model.hidden_size, is_last, side_inputs, attention, has_masks=True)
+    return CountedStage(
+        module, model.hidden_size, is_last, side_inputs, attention, has_masks=True, is_start=_is_start(kinds))
 
 
 def uncounted_layers(model: TrainedModel) -> list[str]:
@@ -197,7 +219,7 @@ def uncounted_layers(model: TrainedModel) -> list[str]:
     if isinstance(model, HubConfig):
         return []
     lines = []
-    for numbers in {numbers[0]: numbers for numbers in _equal_layers(model)}.values():
+    for numbers in {numbers[0]: numbers for numbers in _equal_layers(model, NO_ADAPTERS)}.values():
         reason = failure(model, numbers[0])
         if reason:
             layer = type(model.layer(numbers[0])).__name__
@@ -226,11 +248,11 @@ def failure(model: TransformersModel, number: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _equal_layers(model: TransformersModel) -> list[list[int]]:
+def _equal_layers(model: TransformersModel, lora: LoRAConfig) -> list[list[int]]:
     """Return for each layer the numbers of all layers with the same form, itself included."""
     from dualpipe.plan.meta_transformers import layer_forms
 
-    forms = layer_forms(model)
+    forms = layer_forms(model, lora)
     numbers: dict[Any, list[int]] = {}
     for number, form in enumerate(forms):
         numbers.setdefault(form, []).append(number)
@@ -246,8 +268,10 @@ def _keep_rank_experts(module: MetaStage, probe: Workload) -> None:
     for inner in experts:
         inner.dispatcher = MetaDispatcher(
             inner.num_experts, ep, nodes=probe.nodes, n_group=n_group, topk_group=topk_group)
-        for name, parameter in stacked_parameters(inner).items():
-            setattr(inner, name, nn.Parameter(parameter.detach()[: len(parameter) // ep].clone()))
+        for owner in inner.modules():  # the adapters of experts too
+            for name, parameter in stacked_parameters(owner).items():
+                local = parameter.detach()[: len(parameter) // ep].clone()
+                setattr(owner, name, nn.Parameter(local, parameter.requires_grad))
 
 
 def _shorten_windows(config: Any) -> None:

@@ -81,7 +81,8 @@ PairPeak = Callable[[Step], int]
 class RankMemory(NamedTuple):
     """Bytes on a rank, by kind: see the table at the top of this file.
 
-    moment_buffers: part of `optimizer`: the buffers on the device through which moments in host memory pass.
+    moment_buffers: part of `optimizer`: the buffers on the device through which moments in host memory pass. frozen:
+    part of `parameters`: those that are not trained.
     """
 
     parameters: int
@@ -93,11 +94,12 @@ class RankMemory(NamedTuple):
     nccl: int
     host: int = 0
     moment_buffers: int = 0
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all kinds on the device together."""
-        return sum(self) - self.host - self.moment_buffers
+        return sum(self) - self.host - self.moment_buffers - self.frozen
 
 
 def estimate(
@@ -124,10 +126,8 @@ def step_memory(
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """Return the schedule, and the memory of each of its ranks while each of its steps runs.
 
-    With [lora], activations are those of training all weights: an adapter keeps about the activations that its layer
-    would, and a layer without one fewer. The schedule has as few micro-batches as reach the peak of the run's, and one
-    micro-batch without activations; the schedule "auto" has all those of the run. Arguments and errors are those of
-    `estimate`.
+    The schedule has as few micro-batches as reach the peak of the run's, and one micro-batch without activations; the
+    schedule "auto" has all those of the run. Arguments and errors are those of `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
@@ -269,6 +269,7 @@ def _rank_moments(
 ) -> Iterator[RankMemory]:
     """Yield the memory of a rank while each step runs: the peak of its beginning, its end, and reductions after it."""
     parameters = sum(sizes.parameters for sizes, _ in stages.values())
+    frozen = sum(sizes.frozen for sizes, _ in stages.values())
     host = sum(sizes.host for sizes, _ in stages.values())
     buffers = buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
     optimizer = sum(sizes.optimizer for sizes, _ in stages.values()) + buffers
@@ -278,7 +279,7 @@ def _rank_moments(
     for number, step in enumerate(steps):
         moments = live.run_step(step)
         moments += [live.end_stage(stage) for stage in {action.stage for action in step} if last_step[stage] == number]
-        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host, buffers)
+        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host, buffers, frozen)
         gathered -= sum(stages[stage][0].gathered for stage in stages if last_step[stage] == number)
 
 
@@ -331,6 +332,7 @@ def _workload(config: Config, per_node: int) -> dict[str, Any]:
         "cp": p.cp if is_cpu else 1,
         "cp_method": p.cp_method,
         "part_bytes": config.memory.part_bytes,
+        "lora": config.lora,
     }
 
 
@@ -448,7 +450,7 @@ def describe_head(config: Config, model: TrainedModel) -> list[str]:
     if not limit or tokens <= rows:
         return []
     allowed = f"memory.logits = {config.memory.logits:g} GB"
-    if head_in_parts(model, dtype) is None:
+    if head_in_parts(model, dtype, config.lora) is None:
         return [f"head and loss: on all {tokens} tokens of a micro-batch at once, and not {rows} ({allowed}), as the "
                 "head is not a plain linear layer"]
     return [f"head and loss: on {rows} of {tokens} tokens at a time ({allowed})"]
@@ -476,7 +478,7 @@ def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
     """
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     for values in columns:
-        del values["host"], values["moment_buffers"]
+        del values["host"], values["moment_buffers"], values["frozen"]
     host = max(memory.host for memory in ranks)
     peak = max(memory.total for memory in ranks)
     unit = unit_for(peak)

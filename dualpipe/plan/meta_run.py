@@ -7,15 +7,15 @@ A model has a few kinds of layers; one layer of each kind is run. Experts on oth
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import SparseMLP
-from dualpipe.models.flops import meta_layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
 from dualpipe.nn import cross_entropy_loss
@@ -27,6 +27,8 @@ from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.plan.meta_dispatch import MetaDispatcher
+from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 MICROBATCH = 0  # key of the micro-batch's weight gradients in the store
 
@@ -55,8 +57,12 @@ class MetaRun:
         return self._runner.forward(self._state)
 
     def begin_backward(self) -> int:
-        """Replace the result by a gradient of the same size, and return its bytes."""
-        gradient = torch.empty_like(self._state.carry.pop(self._result))
+        """Replace the result by a gradient of the same size, and return its bytes; 0 if the result needs none."""
+        result = self._state.carry.pop(self._result)
+        if not result.requires_grad:
+            self._state.gradients = {}
+            return 0
+        gradient = torch.empty_like(result)
         self._state.gradients = {self._result: gradient}
         return gradient.untyped_storage().nbytes()
 
@@ -69,54 +75,95 @@ class MetaRun:
         self._state.gradients = {}
 
 
-def meta_hidden(hidden_size: int, batch: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Return hidden states of shape (batch, length, hidden_size) on the meta device, which require a gradient."""
-    return torch.empty((batch, length, hidden_size), dtype=dtype, device="meta", requires_grad=True)
+def meta_hidden(
+    hidden_size: int, batch: int, length: int, dtype: torch.dtype, *, requires_grad: bool = True
+) -> Tensor:
+    """Return hidden states of shape (batch, length, hidden_size) on the meta device."""
+    return torch.empty((batch, length, hidden_size), dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 class LayerKind(NamedTuple):
-    """Kind of layers with equal costs: the index of its first layer in the model, and the parts that are recomputed."""
+    """Kind of layers with equal costs.
+
+    first: index of its first layer in the model. recomputed: parts that are recomputed. is_start: True if the input
+    needs no gradient, because nothing before it is trained.
+    """
 
     first: int
     recomputed: tuple[str, ...]
+    is_start: bool = False
 
 
 def kinds_of(
-    config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = (), *, by_window: bool = False
+    config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = (), *, by_window: bool = False,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> list[LayerKind]:
     """Return the kind of each of the layers.
 
     recompute: rules of `Recompute`. by_window: True if layers that differ in their window alone are of different kinds,
-    as they are where ranks share sequences.
+    as they are where ranks share sequences. lora: adapters of the model.
     """
     rules = Recompute(recompute, len(config.all_layers))
-    firsts = _first_equal_layers(config, by_window)
-    return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
+    firsts = _first_equal_layers(config, by_window, lora)
+    start = start_layers(config, rules, lora)
+    return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i)), i in start) for i in layers]
+
+
+def start_layers(model: TrainedModel, rules: Recompute, lora: LoRAConfig) -> range:
+    """Return the layers whose input needs no gradient, because nothing before it is trained.
+
+    What follows a recomputed part needs one: before its second forward, nobody knows whether it depends on a trained
+    parameter.
+    """
+    last = _first_trained_layer(model, lora)
+    last = next((i for i in range(last) if any(rules(part, i) for part in RECOMPUTE)), last)
+    return range(last + 1)
 
 
 @lru_cache(maxsize=64)
-def _first_equal_layers(config: HubConfig, by_window: bool) -> list[int]:
+def _first_trained_layer(model: TrainedModel, lora: LoRAConfig) -> int:
+    """Return the number of the first layer with adapters, or of the last layer; -1 if the embedding is trained too."""
+    if not lora.is_enabled:
+        return -1
+    (whole,) = stages_on_meta(model, lora=lora)
+    layers = list(cast(nn.Module, whole.layers).children())
+    trained = (i for i, layer in enumerate(layers) if any(param.requires_grad for param in layer.parameters()))
+    return next(trained, len(layers) - 1)
+
+
+@lru_cache(maxsize=64)
+def _first_equal_layers(config: HubConfig, by_window: bool, lora: LoRAConfig) -> list[int]:
     """Return for each layer the index of the first one with the same modules, and with `by_window` the same window."""
     firsts: dict[tuple[str, int | None], int] = {}
     equal_layers = []
-    for index in config.all_layers:
-        layer = meta_layer(config, index)
+    for index, layer in _whole_model(config, lora).numbered():
         key = str(layer), layer.self_attn.window if by_window else None
         equal_layers.append(firsts.setdefault(key, index))
     return equal_layers
 
 
+def _whole_model(config: HubConfig, lora: LoRAConfig) -> Stage:
+    """Return the whole model on the meta device, the same object for all callers."""
+    (whole,) = stages_on_meta(config, lora=lora)
+    return cast(Stage, whole)
+
+
 def stage_of_kinds(
-    config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False, nodes: int = 1
+    config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False, nodes: int = 1,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> Stage:
     """Build a stage on the meta device, with one layer per kind.
 
     The rank is one of `ep` expert-parallel ranks with the same number of tokens, and holds 1/ep of the experts. nodes:
-    number of nodes that these are on, if rows are dispatched in two hops.
+    number of nodes that these are on, if rows are dispatched in two hops. lora: adapters of the model.
     """
+    whole = _whole_model(config, lora)
     with torch.device("meta"):
         stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
-        stage.layers = nn.ModuleDict({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
+    stage.layers = nn.ModuleDict({str(i): deepcopy(whole.layers[str(kind.first)]) for i, kind in enumerate(kinds)})
+    if last:
+        stage.norm = deepcopy(whole.norm)
+        stage.lm_head = deepcopy(whole.lm_head)
     recomputed = [kind.recomputed for kind in kinds]
     stage.recompute = lambda part, layer: part in recomputed[layer]  # type: ignore[assignment]
     for _, layer in stage.numbered():
@@ -126,7 +173,8 @@ def stage_of_kinds(
                 gate.out_features, ep, nodes=nodes, n_group=gate.n_group, topk_group=gate.topk_group)
             for module in layer.mlp.experts.modules():
                 for name, param in list(module.named_parameters(recurse=False)):
-                    setattr(module, name, nn.Parameter(param.detach()[: len(param) // ep].clone()))
+                    local = param.detach()[: len(param) // ep].clone()
+                    setattr(module, name, nn.Parameter(local, param.requires_grad))
     return stage.to(dtype)
 
 

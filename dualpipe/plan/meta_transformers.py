@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,14 @@ from dualpipe.hf.stand_ins import InputOverride, StandIn, plain_attributes, swap
 from dualpipe.hf.structure import fill_on_cpu
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
+from dualpipe.train.config.lora import adapted
+from dualpipe.train.config.model_config import stages_on_meta
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH
 _aten = torch.ops.aten
-_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number")  # attributes that hold the number of a layer
+# Attributes that hold the number of a layer; `key` of an adapter is its layer's name.
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "key")
 
 
 class MetaStage(CausalLMStage):
@@ -82,9 +86,13 @@ class SkippedLayer(StandIn):
 
 
 def build_meta_stage(
-    model: TransformersModel, layers: Sequence[int], *, is_last: bool, dtype: torch.dtype
+    model: TransformersModel, layers: Sequence[int], *, is_last: bool, dtype: torch.dtype,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> MetaStage:
-    """Build a stage with the layers of a model that have the numbers `layers`, which need not be consecutive."""
+    """Build a stage with the layers of a model that have the numbers `layers`, which need not be consecutive.
+
+    lora: adapters of the model.
+    """
     causal_lm = build_on_meta(model)
     cut_model(causal_lm, layers, is_first=False, is_last=is_last)
     drop_ends(causal_lm, is_first=False, is_last=is_last)
@@ -101,6 +109,8 @@ def build_meta_stage(
     form = model.meta_stages()[0].form
     stage = MetaStage(causal_lm, is_first=False, is_last=is_last, form=form)
     stage.train()
+    if lora.is_enabled:
+        (stage,) = cast(tuple[MetaStage], adapted((stage,), model, lora))
     return defer_weight_grads(stage)
 
 
@@ -122,13 +132,14 @@ def split_on_meta(stage: MetaStage, x: Tensor) -> None:
             stage.splits[number] = split
 
 
-def layer_forms(model: TransformersModel) -> list[tuple[Any, ...]]:
+def layer_forms(model: TransformersModel, lora: LoRAConfig = NO_ADAPTERS) -> list[tuple[Any, ...]]:
     """Return a key for each layer, its form: layers with equal forms take the same memory.
 
     It has the layer's entry of every per-layer list in the config, such as `layer_types`, and a key for each of its
     modules.
     """
-    base = base_of(model.causal_lm)
+    (whole,) = stages_on_meta(model, lora=lora)
+    base = cast(CausalLMStage, whole).base
     layers = list(base.layers)
     per_layer_lists = [value for _, value in sorted(vars(base.config).items())
                        if isinstance(value, list | tuple) and len(value) == len(layers)]

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.head import PART_BYTES, HeadRows, LinearHead
 from dualpipe.pipeline.overlap import Task
 from dualpipe.plan.meta_dispatch import ExpertChoice, MetaDispatcher, Transfer
 from dualpipe.plan.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
@@ -89,35 +89,37 @@ NO_FP8 = FP8Usage()
 
 @lru_cache(maxsize=1024)
 def layer_parts(
-    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, fp8: FP8Usage = NO_FP8
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, fp8: FP8Usage = NO_FP8,
+    lora: LoRAConfig = NO_ADAPTERS,
 ) -> LayerParts:
     """Return the operators of a layer on one of `ep` ranks that all have the same number of tokens."""
-    short, long = (_run_layer(config, kind, ep, dtype, length, fp8) for length in LENGTHS)
+    short, long = (_run_layer(config, kind, ep, dtype, length, fp8, lora) for length in LENGTHS)
     forward, backward = _fit_parts(short, long)
     return LayerParts(forward, backward)
 
 
 @lru_cache(maxsize=64)
-def head_parts(config: HubConfig, dtype: torch.dtype, part_bytes: int = PART_BYTES) -> LayerParts:
+def head_parts(
+    config: HubConfig, dtype: torch.dtype, part_bytes: int = PART_BYTES, lora: LoRAConfig = NO_ADAPTERS
+) -> LayerParts:
     """Return the operators of the last norm, the head and the loss.
 
     Head and loss run once more per layer for multi-token prediction, which has its own norm.
 
     part_bytes: limit of the logits that exist at once; with one, all gradients of the head are computed in the forward.
-        0: logits of all tokens, with a deferred weight gradient.
+        0: logits of all tokens, with a deferred weight gradient, as always for a head with an adapter.
     """
 
     def run(length: int) -> tuple[list[ActionPart], list[ActionPart]]:
-        head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
-        norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
-        store = _accumulating_store(nn.Sequential(norm, head))
+        stage = stage_of_kinds(config, (), 1, dtype, last=True, lora=lora)
+        head = LinearHead(stage.lm_head)
+        logits_or_rows = partial(HeadRows, head=head) if part_bytes and head.can_run_in_parts else stage.lm_head
+        store = _accumulating_store(stage)
         recorder = _OperatorRecorder()
         x, *mtp_hidden = (meta_hidden(config.hidden_size, 1, length, dtype) for _ in range(1 + config.mtp_depth))
         labels = torch.empty(1, length, dtype=torch.int64, device="meta")
         with recorder, store.activate():
-            rows = (norm(x), *mtp_hidden)
-            in_parts = partial(HeadRows, head=LinearHead(head))
-            loss = summed_loss(*map(in_parts if part_bytes else head, rows), labels)
+            loss = summed_loss(*map(logits_or_rows, (stage.norm(x), *mtp_hidden)), labels)
             forward = [ActionPart(recorder.take())]
             with store.defer(MICROBATCH):
                 loss.backward()
@@ -130,10 +132,10 @@ def head_parts(config: HubConfig, dtype: torch.dtype, part_bytes: int = PART_BYT
 
 
 def _run_layer(
-    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: FP8Usage
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: FP8Usage, lora: LoRAConfig
 ) -> tuple[list[ActionPart], list[ActionPart]]:
     """Run a layer on one sequence of `length` tokens; return the parts of its forward and backward for all tokens."""
-    stage = stage_of_kinds(config, [kind], ep, dtype)
+    stage = stage_of_kinds(config, [kind], ep, dtype, lora=lora)
     # `fp8` has the names of the whole model, so the number of the stage's only layer, 0, is replaced by the model's.
     storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
                 for name, param in stage.named_parameters()}
@@ -154,7 +156,8 @@ def _run_layer(
         result = "hidden1"
     run = MetaRun(stage.segments(), result, _accumulating_store(stage))
     with recorder, run.store.activate():
-        carry = {name: meta_hidden(config.hidden_size, 1, length, dtype) for name in inputs}
+        carry = {name: meta_hidden(config.hidden_size, 1, length, dtype, requires_grad=not kind.is_start)
+                 for name in inputs}
         run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
         forward = list(_record_parts(run.forward(), run.store, recorder, transfers, fp8.dispatch))
         run.begin_backward()
@@ -163,8 +166,10 @@ def _run_layer(
 
 
 def _accumulating_store(module: nn.Module) -> WeightGradStore:
-    """Give the module float32 accumulators that already have gradients, and return a store for it."""
+    """Give trained parameters float32 accumulators that already have gradients, and return a store for the module."""
     for param in module.parameters():
+        if not param.requires_grad:
+            continue
         param.grad_dtype = torch.float32  # type: ignore[attr-defined]
         param.grad = torch.empty(param.shape, dtype=torch.float32, device="meta")
     store = WeightGradStore()

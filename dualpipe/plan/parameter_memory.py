@@ -40,7 +40,7 @@ class StageBytes(NamedTuple):
     gradient on. prepared: the part of these that is there from its first forward on. reduced: shard of the reduced
     gradients, after its last action. copied: largest copy of gradients that is reduced at once, after its last action.
     host: moments in host memory, at all times; 0 if they are on the device. largest_moments: the moments of the largest
-    parameter; 0 if they are on the device.
+    parameter; 0 if they are on the device. frozen: the part of `parameters` that is not trained.
     """
 
     parameters: int
@@ -52,6 +52,7 @@ class StageBytes(NamedTuple):
     host: int = 0
     largest_moments: int = 0
     prepared: int = 0
+    frozen: int = 0
 
 
 def stage_bytes(
@@ -81,8 +82,14 @@ def stage_bytes(
     moments = 2 * moment_itemsize * shard - moment_itemsize * (num_muon // p.dense_shards)
     offload = config.optimizer.offload
     shared_experts = expert_shard if expert_replicas > 1 else 0  # experts that no other rank has are not reduced
+    trained = stored_itemsize * shard
+    frozen = dtype.itemsize * frozen_shard
+    if lora.is_enabled:  # adapters are not quantized
+        frozen -= saving.stored
+    else:
+        trained -= saving.stored
     return StageBytes(
-        parameters=stored_itemsize * shard + dtype.itemsize * frozen_shard - saving.stored,
+        parameters=trained + frozen,
         optimizer=(0 if offload else moments) + master_itemsize * shard + saving.masters,
         gathered=(dtype.itemsize * (sizes.dense + sizes.experts) if is_sharded else 0) - saving.gathered,
         accumulators=_FP32_BYTES * (sizes.trained_dense + sizes.trained_experts),
@@ -91,6 +98,7 @@ def stage_bytes(
         host=moments if offload else 0,
         largest_moments=2 * moment_itemsize * _largest_shard(stages[number], p) if offload else 0,
         prepared=_FP32_BYTES * sizes.prepared if dtype.itemsize < _FP32_BYTES else 0,
+        frozen=frozen,
     )
 
 

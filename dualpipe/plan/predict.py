@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple
 
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
-from dualpipe.models.flops import flops_per_token
-from dualpipe.models.stages import meta_stages, stage_layers
+from dualpipe.models.stages import stage_layers
 from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import RankMemory, cached_schedule, estimate, sent_bytes, tokens_of_rank
@@ -27,7 +26,8 @@ from dualpipe.plan.parameter_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.plan.stage_costs import OperatorTotal, Setting, StageCosts, stage_costs, total
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, simulate
-from dualpipe.train.config.schema import Config, DTypesConfig
+from dualpipe.train.config.model_config import flops_per_token, stages_on_meta
+from dualpipe.train.config.schema import Config, DTypesConfig, LoRAConfig
 from dualpipe.train.optim.muon import count_flops
 
 # Kinds of operators that count as "GEMMs": these, and attention.
@@ -73,7 +73,8 @@ class Prediction:
             cp_method=p.cp_method,
             dispatch=p.dispatch,
             part_bytes=self.config.memory.part_bytes,
-            fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else NO_FP8,
+            fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model, self.config.lora) if self.machine.fp8 else NO_FP8,
+            lora=self.config.lora,
         )
 
     @cached_property
@@ -127,6 +128,7 @@ class Prediction:
     def shards(self) -> list[tuple[float, float]]:
         """Times (gather, reduce) of each stage: seconds to gather its parameters, and to reduce its float32 gradients.
 
+        Frozen parameters are gathered too; they have no gradients.
         With parallel.dp_replicate, "dp" consists of that many parts with all parameters each, and the reduction
         includes the all-reduce of each shard over these parts.
         """
@@ -135,10 +137,12 @@ class Prediction:
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
         itemsize = self.setting.dtype.itemsize
         seconds = []
-        for sizes in stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet):
+        all_sizes = stage_sizes(
+            self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet, lora=self.config.lora)
+        for sizes in all_sizes:
             gather = self._shard_ring_seconds(itemsize * sizes.dense, itemsize * sizes.experts)
-            reduce_scatter = self._shard_ring_seconds(4 * sizes.dense, 4 * sizes.experts)
-            shard_bytes = 4 * (sizes.dense / p.dense_shards + sizes.experts / p.expert_shards)
+            reduce_scatter = self._shard_ring_seconds(4 * sizes.trained_dense, 4 * sizes.trained_experts)
+            shard_bytes = 4 * (sizes.trained_dense / p.dense_shards + sizes.trained_experts / p.expert_shards)
             all_reduce = 2 * ring_seconds(self.machine, shard_bytes, p.dp_replicate, p.dense_shards)
             seconds.append((gather, reduce_scatter + all_reduce))
         return seconds
@@ -159,14 +163,14 @@ class Prediction:
     def optimizer(self) -> float:
         """Seconds of the optimizer on the slowest rank.
 
-        It reads and writes parameters and states, reads and clears gradients, and computes Muon's GEMMs, which hide
-        Muon's communication. Moments in host memory are copied to the device and back beside that, in both directions
-        at once.
+        It reads and writes trained parameters and states, reads and clears gradients, and computes Muon's GEMMs, which
+        hide Muon's communication. Moments in host memory are copied to the device and back beside that, in both
+        directions at once.
         """
         # Of moments in host memory, the device writes each byte to a buffer, reads and writes it in the update, and
         # reads it to copy it back: 4 times. This is all traffic of the buffers.
         moved = max(
-            2 * (rank.parameters + rank.optimizer - rank.moment_buffers + rank.gradients) + 4 * rank.host
+            2 * (rank.parameters - rank.frozen + rank.optimizer - rank.moment_buffers + rank.gradients) + 4 * rank.host
             for rank in self.memory)
         memory_seconds = moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
         muon_seconds = self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
@@ -186,7 +190,7 @@ class Prediction:
     def muon_flops(self) -> float:
         """FLOPs of Muon's GEMMs on the slowest rank. Ranks with the same stages divide these GEMMs among them."""
         p = self.config.parallel
-        stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
+        stages = stages_on_meta(self.model, self.shape.num_stages, p.layers_per_stage, self.config.lora)
         stage_flops = [sum(map(count_flops, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         rank_flops = [sum(stage_flops[stage] for stage in self.shape.rank_stages(rank)) for rank in range(p.pp)]
         return max(rank_flops) / p.dense_shards
@@ -244,7 +248,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, as a fraction. For attention it counts all pairs of positions, causal or not."""
-        flops = flops_per_token(self.model, self.setting.length).total
+        flops = flops_per_token(self.model, self.setting.length, self.config.lora)
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
     def costs(self, *, reduce: bool = True, send: bool = True) -> Costs:
@@ -279,15 +283,17 @@ class Prediction:
 
 
 @lru_cache(maxsize=16)
-def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> FP8Usage:
+def _fp8_usage(
+    dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, lora: LoRAConfig
+) -> FP8Usage:
     """Return the weights that are used in FP8, by the rules of `dualpipe.nn.quantized_matmul`.
 
     Only weights in square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if the
     experts compute in another dtype.
     """
     can_compute = dtype_of(dtype) in HALF and dtypes.gemm_precision == "auto"
-    plan = dtype_plan(dtypes, dtype, model, 2)  # 2 replicas: the formats do not depend on their number
-    (whole,) = meta_stages(model)
+    plan = dtype_plan(dtypes, dtype, model, 2, lora)  # 2 replicas: the formats do not depend on their number
+    (whole,) = stages_on_meta(model, lora=lora)
     weights = set()
     square = set()
     for name, _ in whole.named_parameters():

@@ -71,7 +71,7 @@ def plan(
         ValueError: a run would refuse the groups of the optimizer, or the sequences cannot be divided over any mesh of
             the GPUs, or no run fits in memory. Then the message names the run that comes nearest.
     """
-    check_optimizer(request.config.optimizer, request.model)
+    check_optimizer(request.config.optimizer, request.model, request.config.lora)
     check_replicate(request.gpus, request.config.parallel.dp_replicate, "parallel.dp_replicate")
     progress(0.0)
     refused: list[str] = []  # errors with which a run would refuse meshes

@@ -36,6 +36,7 @@ from dualpipe.plan.meta_run import LayerKind, kinds_of
 from dualpipe.plan.operators import NO_FP8, ActionPart, FP8Usage, LayerParts, Operator, head_parts, layer_parts
 from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
+from dualpipe.train.config.schema import NO_ADAPTERS, LoRAConfig
 
 TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
 MERGED = range(2, 9)  # numbers of merged "W" for which the cost of each is computed; with more, it is taken as with 8
@@ -48,7 +49,7 @@ class Setting:
 
     tokens: tokens per micro-batch on one rank. length: tokens per sequence. recompute: rules of `Recompute`. overlap:
     True if the actions of a pair overlap. dispatch: how rows get to experts, as parallel.dispatch says. part_bytes:
-    limit of the logits that exist at once; 0: none.
+    limit of the logits that exist at once; 0: none. lora: adapters of the model.
     """
 
     model: HubConfig
@@ -64,6 +65,7 @@ class Setting:
     fp8: FP8Usage = NO_FP8
     dispatch: str = "auto"
     part_bytes: int = PART_BYTES
+    lora: LoRAConfig = NO_ADAPTERS
 
 
 class Seconds(NamedTuple):
@@ -129,7 +131,8 @@ def layer_costs(
     """
     mlp = meta_layer(setting.model, kind.first).mlp
     is_sparse = isinstance(mlp, SparseMLP)
-    parts = layer_parts(setting.model, kind, setting.ep if is_sparse else 1, setting.dtype, setting.fp8)
+    ep = setting.ep if is_sparse else 1
+    parts = layer_parts(setting.model, kind, ep, setting.dtype, setting.fp8, setting.lora)
     share = 1.0
     if is_sparse and takes_two_hops(setting.machine.node, setting.ep, setting.dispatch):
         share = row_share(setting.machine, setting.ep, mlp.gate)
@@ -141,7 +144,7 @@ def head_costs(setting: Setting) -> LayerCosts:
     """Return the costs of the last norm, and of all heads and losses, those of multi-token prediction included."""
     limit = setting.part_bytes
     fits = limit and setting.tokens <= rows_per_part(setting.model.vocab_size, setting.dtype, limit)
-    return _time_parts(setting, head_parts(setting.model, setting.dtype, 0 if fits else limit), 0.0)
+    return _time_parts(setting, head_parts(setting.model, setting.dtype, 0 if fits else limit, setting.lora), 0.0)
 
 
 def _time_parts(
@@ -329,7 +332,7 @@ def _costs_by_layer(setting: Setting, layers: range, last: bool) -> list[LayerCo
     is_causal = not setting.machine.host_waits  # attention on the CPU computes the scores of all pairs
     indices = (*layers, *model.mtp_layers) if last else tuple(layers)
     all_costs = []
-    for kind, index in zip(kinds_of(model, indices, setting.recompute), indices):
+    for kind, index in zip(kinds_of(model, indices, setting.recompute, lora=setting.lora), indices):
         attention = attention_flops(model, index, setting.length, causal=is_causal)
         all_costs.append(layer_costs(setting, kind, attention, context_seconds(setting, index)))
     if last:

@@ -53,7 +53,7 @@ class StepMetrics:
     lr: float  # of this step
     tokens_per_second: float  # of the whole job
     # 10^12 floating-point operations per second and rank, in the model's GEMMs as counted by
-    # `dualpipe.models.flops.flops_per_token`.
+    # `dualpipe.train.config.model_config.flops_per_token`.
     tflops_per_rank: float
     memory_bytes: int  # of this rank: the peak on its CUDA device, or the resident memory of the process on CPU
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes or if unknown

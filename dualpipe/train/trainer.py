@@ -187,7 +187,7 @@ class Trainer:
         self.rank_reports = RankReports(job, config.train.time_limit)
         self.throughput = Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
-            flops_per_token=flops_per_token(model.config, config.train.sequence_length),
+            flops_per_token=flops_per_token(model.config, config.train.sequence_length, config.lora),
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
         )
         self.health = StepHealth(

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dualpipe import Compute, Pipeline, WeightGradStore
 from dualpipe.nn import Embedding, GroupedLinear, Linear, defer_weight_grads
 from dualpipe.nn.accumulators import add_grad
+from dualpipe.nn.lora import AdapterForm, LinearAdapter, adapt_matrix, freeze_all_but_adapters
 from ranks import run_ranks
 
 ROWS, WIDTH, CHUNKS = 12, 8, 3
@@ -148,6 +149,54 @@ def test_functions_that_put_gradients_into_the_store_themselves():
     assert work_of(Own(at_once=False)) == {"weight": (DENSE, 0, "")}
     reason = "parameter of Own, used outside a deferring layer; inside Deferring, counted as one GEMM"
     assert work_of(Own(at_once=True)) == {"weight": (0, DENSE, reason)}
+
+
+class PlainMatrix(nn.Module):
+    """A matrix that the module's own forward reads, as the router of a model of transformers."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.randn(WIDTH // 2, WIDTH)), factor
+
+    def forward(self, x):
+        return x + self.factor * F.linear(x, self.weight).repeat(1, 2)
+
+
+def adapted_matrix(factor=1.0):
+    """Return a matrix with an adapter of rank 2 whose second factor is zero, as before the first step."""
+    module = PlainMatrix(factor)
+    adapt_matrix(module, "weight", AdapterForm(rank=2, scaling=1.0))
+    nn.init.zeros_(module.adapter.lora_B.weight)
+    freeze_all_but_adapters(module)
+    return module
+
+
+def test_the_factors_of_an_adapted_matrix_have_gradients_although_the_first_is_zero():
+    """The gradient of the merged matrix sums over the rows; those of its factors follow from it in every forward."""
+    stage = nn.Sequential(Linear(WIDTH, WIDTH), adapted_matrix())
+    factor = CHUNKS * 2 * (WIDTH // 2) * WIDTH * 2
+    reason = "Linear defers, but its weight is used outside its forward"
+    assert work_of(stage) == {
+        "0.weight": (DENSE, 0, ""),
+        "1.adapter.lora_A.weight": (0, DENSE // 2 + factor, reason),
+        "1.adapter.lora_B.weight": (0, factor, reason),
+    }
+    assert not stage[1].adapter.lora_A.weight.grad.any() and stage[1].adapter.lora_B.weight.grad.any()
+
+
+def test_an_adapted_matrix_without_effect_has_no_work():
+    found = work_of(nn.Sequential(Linear(WIDTH, WIDTH), adapted_matrix(factor=0.0)))
+    unused = (0, 0, "no gradient, or one of zeros, not counted")
+    assert found == {"0.weight": (DENSE, 0, "")} | {f"1.adapter.lora_{name}.weight": unused for name in "AB"}
+
+
+def test_the_first_factor_of_an_adapter_of_a_layer_is_deferred():
+    layer = Linear(WIDTH, WIDTH)
+    layer.add_module("adapter", LinearAdapter(WIDTH, WIDTH, AdapterForm(rank=2, scaling=1.0)))
+    nn.init.zeros_(layer.adapter.lora_B.weight)
+    freeze_all_but_adapters(layer)
+    deferred = (DENSE * 2 // WIDTH, 0, "")
+    assert work_of(layer) == {"adapter.lora_A.weight": deferred, "adapter.lora_B.weight": deferred}
 
 
 class Checkpointed(nn.Module):

@@ -15,6 +15,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.accumulators import drop
 from dualpipe.nn.head import HeadRows
 from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.fsdp.unit_records import casting_hook
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline.compiled_stage import plain_head, takes_head_rows
 from dualpipe.runtime.recorder import Recorder
@@ -158,6 +159,17 @@ def test_logits_are_whole_where_somebody_else_wants_them():
     assert kind_of_logits(pipe)[0] is HeadRows
     stage.lm_head = nn.Sequential(stage.lm_head)
     assert kind_of_logits(pipe)[0] is torch.Tensor
+
+
+@pytest.mark.parametrize("owner", ["the stage", "its head"])
+def test_logits_that_are_cast_to_another_dtype_are_whole(owner):
+    """The rows would be cast in their place."""
+    pipe, stage = lone_pipe()
+    module = stage if owner == "the stage" else stage.lm_head
+    for dtype, kind in ((torch.float64, HeadRows), (torch.float32, torch.Tensor)):
+        handle = module.register_forward_hook(casting_hook(lambda _, args, x, dtype=dtype: x.to(dtype), dtype))
+        assert kind_of_logits(pipe)[0] is kind
+        handle.remove()
 
 
 def test_logits_that_are_one_part_are_whole():

@@ -89,7 +89,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     context = ContextParallel(place.part("cp"), method=p.cp_method)
     model = build_model(
         model_of(config), schedule, place.rank("pp"), dtypes=torch.bfloat16, device=device, mesh=mesh,
-        settings=Config(memory=config.memory), context=context,
+        settings=Config(memory=config.memory, lora=config.lora), context=context,
     )
     depth = model.config.mtp_depth
     optimizer = Optimizer(
@@ -120,6 +120,8 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     for profiled in (nullcontext(), *(profile(activities=[CPU], profile_memory=True) for _ in range(times))):
         held = {tensor.data_ptr(): tensor for parameter, state in optimizer.state_tensors().items()
                 for tensor in map(local, (parameter.detach(), *(each.detach() for each in state.values())))}
+        parameters = (local(parameter.detach()) for stage in model.stages for parameter in stage.parameters())
+        held |= {tensor.data_ptr(): tensor for tensor in parameters}  # the frozen ones too
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
@@ -183,6 +185,17 @@ def test_a_head_in_parts_takes_what_is_counted(tmp_path):
     whole, in_parts = (ratios_of(path, (1, 1, 1), "1f1b", "none", *shape, "--memory.logits", size)
                        for size in ("0", "0.001"))
     assert [*whole, *in_parts] == pytest.approx([1.0, 1.0], abs=0.05)
+
+
+ADAPTERS = ("--lora.rank", "8", "--lora.targets", "q_proj", "o_proj", "experts.down_proj")
+
+
+@pytest.mark.slow
+def test_a_step_that_trains_adapters_takes_what_is_counted(tmp_path):
+    pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
+    path = str(write_files(tmp_path, MODEL | FAMILIES["qwen3_moe"]))
+    ratios = ratios_of(path, (2, 1, 1), "1f1b", "none", *ADAPTERS, "--train.num_chunks", "4")
+    assert ratios == pytest.approx([1.0] * 2, abs=0.05)
 
 
 LONGER = ("--train.sequence_length", "64", "--train.micro_batch_size", "8")  # where scores decide the peak

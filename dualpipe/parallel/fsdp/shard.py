@@ -25,6 +25,7 @@ from dualpipe.parallel.fsdp.materialize import cast_to_storage
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gathers, attach_all
 from dualpipe.parallel.fsdp.unit_records import (
     ParameterPlace,
+    casting_hook,
     keep_hook_on_reduce_stream,
     own_hook,
     share_parameter,
@@ -253,4 +254,4 @@ def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -
     cast_inputs = own_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)))
     module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if outputs is not None:
-        module.register_forward_hook(own_hook(lambda _, args, output: cast(outputs, output)))
+        module.register_forward_hook(casting_hook(lambda _, args, output: cast(outputs, output), outputs))

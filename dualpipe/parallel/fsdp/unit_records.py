@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -18,12 +19,25 @@ from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 ParameterPlace = tuple[nn.Module, str]  # a module that has a parameter, and the parameter's name there
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 _OWN_HOOK = "_dualpipe_own_hook"  # attribute of the hooks that `own_hook` has marked
+_OUTPUT_DTYPE = "_dualpipe_output_dtype"  # attribute of the hooks that `casting_hook` has marked
 
 
 def own_hook(hook: Hook) -> Hook:
     """Mark a forward hook of this library that only casts or prepares, and return it."""
     setattr(hook, _OWN_HOOK, True)
     return hook
+
+
+def casting_hook(hook: Hook, dtype: torch.dtype) -> Hook:
+    """Mark a forward hook of this library that casts outputs to a dtype, and return it."""
+    setattr(hook, _OUTPUT_DTYPE, dtype)
+    return own_hook(hook)
+
+
+def dtype_of_casts(hook: Callable[..., Any]) -> torch.dtype | None:
+    """Return the dtype that a hook casts outputs to, if `casting_hook` has marked it, else None."""
+    dtype: torch.dtype | None = getattr(hook, _OUTPUT_DTYPE, None)
+    return dtype
 
 
 def is_own_hook(hook: Callable[..., Any]) -> bool:

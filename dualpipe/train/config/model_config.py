@@ -210,8 +210,14 @@ def _adapted_stages(
     return adapted(stages_on_meta(model, num_stages, layers_per_stage), model, lora)
 
 
-def flops_per_token(model: TrainedModel, sequence_length: int) -> float:
-    """Return the FLOPs of a token, forward and backward."""
-    if isinstance(model, HubConfig):
+def flops_per_token(model: TrainedModel, sequence_length: int, lora: LoRAConfig = NO_ADAPTERS) -> float:
+    """Return the FLOPs of a token, forward and backward.
+
+    With adapters, frozen weights have no weight gradient, and layers before the first adapter no backward.
+    """
+    adapted_model: Any = stages_on_meta(model, lora=lora)[0] if lora.is_enabled else None
+    if not isinstance(model, HubConfig):
+        return model.flops_per_token(sequence_length, adapted_model)
+    if adapted_model is None:
         return flops.flops_per_token(model, sequence_length).total
-    return model.flops_per_token(sequence_length)
+    return flops.adapted_flops_per_token(model, adapted_model, sequence_length).total

@@ -10,6 +10,7 @@ import pytest
 from dualpipe import cli
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import flops_per_token, read_model
+from dualpipe.train.config.schema import LoRAConfig
 from hf_families import config_of
 from run_files import write_files
 
@@ -105,6 +106,34 @@ def test_separate_documents_are_refused_for_layers_that_mix_them(folder, capsys)
     describe_model("qwen3_next")
     assert cli.main(["dtypes", "run.toml", "--data.separate_documents", "True"]) == 2
     assert "from one document into the next" in capsys.readouterr().err
+
+
+RANK = 2
+ADAPTERS = {  # FLOPs of a token in all adapters, forward: of queries, of two experts' down_proj, and of the head
+    ("q_proj",): 4 * 2 * RANK * (32 + 32),
+    ("q_proj", "experts.down_proj", "lm_head"): 4 * 2 * RANK * (32 + 32 + 2 * (32 + 32)) + 2 * RANK * (32 + 257),
+}
+
+
+@pytest.mark.parametrize("targets", ADAPTERS, ids=str)
+@pytest.mark.parametrize("backend", ["dualpipe", "transformers"])
+def test_flops_of_adapters_leave_out_weight_gradients_of_what_is_frozen(folder, backend, targets):
+    pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
+    model = read_model(load_config("run.toml", ["--model.backend", backend])).config
+    full = flops_per_token(model, 64)
+    matrices = flops_per_token(model, 0) / 3
+    lora = LoRAConfig(rank=RANK, targets=targets)
+    assert flops_per_token(model, 64, lora) == pytest.approx(full - matrices + 3 * ADAPTERS[targets])
+
+
+@pytest.mark.parametrize("backend", ["dualpipe", "transformers"])
+def test_layers_before_the_first_adapter_have_the_flops_of_a_forward(folder, backend):
+    pytest.importorskip("peft", reason='needs peft: pip install "dualpipe[hf]"')
+    model = read_model(load_config("run.toml", ["--model.backend", backend])).config
+    lora = LoRAConfig(rank=RANK, targets=("lm_head",))
+    factors = 2 * RANK * (32 + 257)
+    head = 2 * 32 * 257
+    assert flops_per_token(model, 64, lora) == pytest.approx(flops_per_token(model, 64) / 3 + head + 3 * factors)
 
 
 def test_flops_per_token_equal_those_of_our_own_model(folder):
