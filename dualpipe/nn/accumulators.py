@@ -1,4 +1,4 @@
-"""Accumulators of gradients: every write of this library to the `.grad` of a parameter.
+"""Accumulators of gradients: every write of a step of this library to the `.grad` of a parameter.
 
 Deferred weight gradients all pass `add_weight_grad`. The others, in the order of a step:
 
