@@ -65,6 +65,8 @@ class Communication(Protocol):
     def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> Pending:
         """Start the backward, from gradients of the results to gradients of the inputs.
 
+        It is called if an input requires a gradient, which must be so on all of the communicating ranks or on none.
+
         None in `gradients` is a gradient of zero. Another rank may have one that is not zero, so the rows that it
         expects must be sent as zeros. None in the results means that the input has no gradient.
         """

@@ -239,6 +239,8 @@ class StageRunner:
                 yield from self._recompute(segment.region, state)
             record = state.records[number]
             state.records[number] = _SPENT
+            if segment.communication is not None and not any(record.differentiable):
+                continue  # nothing before it needs a gradient, on any rank: all that it would send is zeros
             if segment.communication is not None:
                 gradients = tuple(state.gradients.pop(name, None) for name in segment.writes)
                 start = partial(segment.communication.backward, record.context)

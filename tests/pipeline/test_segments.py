@@ -390,10 +390,14 @@ def test_recomputation_draws_the_same_random_numbers():
     assert again == [plain, plain]
 
 
-def counts(rank: int, recompute: tuple) -> list[str]:
+def counts(rank: int, recompute: tuple, frozen: int = 0) -> list[str]:
+    """Return what a stage of two layers does in three micro-batches. frozen: its first layers that are not trained."""
     stage = unequal(1)[0]
     stage.layers, stage.recompute = 2, recompute
-    pipe = Pipeline([stage, copy.deepcopy(stage)], schedule="zbv")
+    later = copy.deepcopy(stage)
+    for layer in (*stage.a[:frozen], *stage.b[:frozen]):
+        layer.requires_grad_(False)
+    pipe = Pipeline([stage, later], schedule="zbv")
     x, y = batch(3)
     pipe.step(x, num_chunks=3, criterion=F.mse_loss, labels=(y,))
     return stage.log
@@ -404,6 +408,13 @@ def test_a_marked_segment_is_computed_again_once_and_others_are_not():
     assert log.count("before 0") == log.count("before 1") == 2 * 3
     assert log.count("after 0") == log.count("after 1") == 3
     assert log.count("forward") == log.count("backward") == 2 * 3
+
+
+def test_communications_before_all_that_is_trained_have_no_backward():
+    """Without recomputation, which shows what needs a gradient only in the backward."""
+    for frozen, backwards in ((0, 2), (1, 1), (2, 0)):
+        log = run_ranks(counts, 1, (), frozen)[0]
+        assert log.count("forward") == 2 * 3 and log.count("backward") == backwards * 3
 
 
 def test_what_is_not_kept_is_sent_again_once():
