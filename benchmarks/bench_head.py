@@ -9,6 +9,7 @@ The least CPU time counts, because other load can only add time.
     torch        `torch.nn.functional.linear_cross_entropy` in chunks, of torch 2.13 and later
     ratio        time of `parts` over that of `plain`; of the others the same
     MB           the most that torch has allocated at once beyond what it had before
+    error        of torch's loss, relative to the plain form's; the other forms must equal it
 
     python benchmarks/bench_head.py [--tokens 2048] [--vocab 16384] [--hidden 256 1024] [--part-mb 32] [--save]
 """
@@ -91,6 +92,9 @@ def measure(args: argparse.Namespace, hidden: int, dtype: torch.dtype) -> dict[s
         row[f"{form}: MB"] = peak_bytes(functions[form]) / 1e6
         assert x.grad is not None, "set by the backward"
         results.append((functions[form]().float(), x.grad.float(), grad.clone()))
+        if form == "torch":
+            row["torch: error"] = (results[-1][0] / results[0][0] - 1).abs().item()
+            continue
         tolerance = 1e-4 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(results[-1], results[0], rtol=tolerance, atol=tolerance)
     seconds = dict.fromkeys(functions, float("inf"))
@@ -115,14 +119,15 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print("dtype     hidden   plain ms   parts ms  ratio  recomputed  torch   plain MB   parts MB   torch MB")
+    print("dtype     hidden   plain ms   parts ms  ratio  recomputed  torch   plain MB   parts MB   torch MB     error")
     for dtype in args.dtype:
         for hidden in args.hidden:
             row = measure(args, hidden, getattr(torch, dtype))
             rows.append(row)
             print(f"{dtype:8} {hidden:7} {row['plain: ms']:10.0f} {row['parts: ms']:10.0f} {row['parts']:6.2f} "
                   f"{row['recomputed']:11.2f} {row.get('torch', 0):6.2f} {row['plain: MB']:10.0f} "
-                  f"{row['parts: MB']:10.0f} {row.get('torch: MB', 0):10.0f}", flush=True)
+                  f"{row['parts: MB']:10.0f} {row.get('torch: MB', 0):10.0f} {row.get('torch: error', 0):9.1e}",
+                  flush=True)
     if args.save:
         save("bench_head", rows, args.save, load=os.getloadavg()[0], tokens=args.tokens, vocabulary=args.vocab,
              part_mb=args.part_mb, rounds=args.rounds)

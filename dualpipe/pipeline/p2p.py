@@ -19,6 +19,7 @@ dtypes; later activations must match it, and the gradients have the same shapes 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -410,6 +411,8 @@ class P2PMessages:
                 started.works.append(self._start(channel.link.send, buffer, message, channel))
                 started.buffers.append(buffer)
         self._recorder.end()
+        if self._buffer_device.type == "cpu":
+            os.sched_yield()  # to gloo's thread, which often has to do the rest: see `let_gloo_wait_its_turn`
         # Wait only after the new send has started, as starting raises if the peer has closed its connection. A wait
         # might not: gloo never wakes a wait for a send that was partly written when the peer closed.
         if len(channel.in_flight) > self._sends_in_flight:

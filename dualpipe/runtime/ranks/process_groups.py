@@ -119,6 +119,9 @@ def let_gloo_wait_its_turn() -> None:
     to wait until the poll has used up its time slice. On a machine with as many ranks as cores, one round trip in ten
     took 4.7 ms, and with this policy 0.15 ms; the median fell from 0.2 to 0.11 ms (2 ranks on 2 cores, Linux 6.18,
     torch 2.13).
+
+    In turn, gloo's thread waits for the end of a computing thread's time slice, for up to 8 ms, with what is left of a
+    send. So a thread yields once it has sent: 1F1B with stages of 2 ms took 64 ms a step without it, and 53 with it.
     """
     threads = Path("/proc/self/task")
     if not threads.is_dir():
