@@ -9,7 +9,7 @@ holds the most already. Here a part of the rows goes through the head at a time.
 The input gradient is kept for the backward, in place of the logits. The weight gradient is added to the accumulator in
 the forward, instead of being deferred to a "W": its operand is the gradient of the logits, which is what must not be
 kept, and recomputing it takes a fourth GEMM beside three. On a CPU with float32 and 256 hidden features, a pass of this
-kind takes 0.62 of the time of the plain form, and one that recomputes 0.92; with more features the GEMMs dominate, and
+kind takes 0.60 of the time of the plain form, and one that recomputes 0.79; with more features the GEMMs dominate, and
 recomputing takes 4/3 of the plain form (docs/results/head.md).
 
 Adding to an accumulator in a forward needs the gradient that the loss will get, which only a pipeline's step knows: 1
