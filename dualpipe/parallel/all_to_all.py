@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime import device
+from dualpipe.runtime.ranks.process_groups import yield_to_gloo
 from dualpipe.runtime.recorder import Recorder
 
 # An exchange in flight: (work, None, title) on the CPU, (None, event after the exchange, title) on a device. A tuple:
@@ -40,8 +41,11 @@ class AllToAll:
         Both tensors are contiguous and of one dtype. On CUDA the exchange runs after all work of the current stream,
         and `wait` of the result blocks the current stream, not the host.
         """
-        return dist.all_to_all_single(
+        work = dist.all_to_all_single(
             received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True)
+        if sent.is_cpu:
+            yield_to_gloo()
+        return work
 
 
 class CommStream:

@@ -19,7 +19,6 @@ dtypes; later activations must match it, and the gradients have the same shapes 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from dualpipe.runtime.ranks.process_groups import (
     let_gloo_wait_its_turn,
     new_gloo_group,
     timeout_of,
+    yield_to_gloo,
 )
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import empty_record, pack_json, unpack_json
@@ -412,7 +412,7 @@ class P2PMessages:
                 started.buffers.append(buffer)
         self._recorder.end()
         if self._buffer_device.type == "cpu":
-            os.sched_yield()  # to gloo's thread, which often has to do the rest: see `let_gloo_wait_its_turn`
+            yield_to_gloo()
         # Wait only after the new send has started, as starting raises if the peer has closed its connection. A wait
         # might not: gloo never wakes a wait for a send that was partly written when the peer closed.
         if len(channel.in_flight) > self._sends_in_flight:
