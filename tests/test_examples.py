@@ -38,7 +38,7 @@ def run_example(rank, example):
 
 
 @pytest.mark.parametrize(("example", "ranks"), [
-    (MODEL, 2), (MOE, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MODEL, 4), (MOE, 2))),
+    (MODEL, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MODEL, 4), (MOE, 2), (MOE, 4))),
 ], ids=lambda value: getattr(value, "stem", value))
 def test_finds_its_gradients_right(example, ranks):
     assert 0 < max(run_ranks(run_example, ranks, example, fresh=True)) < 1e-10

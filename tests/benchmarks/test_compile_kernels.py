@@ -69,6 +69,7 @@ print(json.dumps([(kernel.__module__.split(".")[-1], kernel.__name__) for kernel
 """
 
 
+@pytest.mark.slow
 def test_every_kernel_has_configurations():
     listed = without_interpreter("-c", LISTED)
     assert listed.returncode == 0, listed.stderr[-3000:]

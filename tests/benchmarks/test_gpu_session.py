@@ -121,6 +121,7 @@ def test_parts_exist_and_are_asked_for_by_name(script):
         assert callable(getattr(script(module), function))
 
 
+@pytest.mark.slow
 def test_a_dry_session_writes_json_and_summary(tmp_path):
     """Two of the parts; test_all_parts_of_a_dry_session has all."""
     done = run_script("gpu_session.py", "--dry", "--seconds", "200", "--folder", str(tmp_path), "--only", "rates",

@@ -59,6 +59,7 @@ def test_every_kernel_was_launched(launched):
     assert len(kernels) > 20 and kernels <= launched, sorted(kernels - launched)
 
 
+@pytest.mark.slow
 @INTERPRETS
 def test_interpreted():
     """A case or two of each kernel; the rest, apart from bfloat16, comes below."""

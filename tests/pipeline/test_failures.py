@@ -233,11 +233,11 @@ def spread(num_calls: int, count: int) -> list[int]:
 def few(layout: Layout) -> int:
     """Return the number of places for a layout: most where they cost least.
 
-    A place costs twice as much with all-to-alls that are sent again as on two pipeline ranks, and on four ranks thrice.
+    On four ranks a place costs three times as much as on two.
     """
     if layout.num_ranks > 2:
         return 3
-    return 8 if layout.recompute else 12
+    return 8
 
 
 @pytest.mark.parametrize("layout", [

@@ -123,9 +123,8 @@ def save_in_background(rank, path, kind, stager):
             used.close()
 
 
-@pytest.mark.parametrize("stager", [
-    "default", *(pytest.param(each, marks=pytest.mark.slow) for each in STAGERS if each != "default"),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("stager", STAGERS)
 def test_background_saves_are_those_of_the_moment(tmp_path, stager):
     run_ranks(save_in_background, 2, tmp_path, "THREAD", stager)
 

@@ -11,7 +11,7 @@ from schedules import SCHEDULES
 def test_building_is_cheap(name):
     """A million calls take about 0.15 s. No other test builds this size, for which an order is looked for only once."""
     looks_for_an_order = name in ("dualpipev_half", "v_half", "v_min")
-    assert calls_of(build, name, 15, 29) < (5_000_000 if looks_for_an_order else 100_000)
+    assert calls_of(build, name, 9, 17) < (1_700_000 if looks_for_an_order else 30_000)
 
 
 @pytest.mark.parametrize("arguments, options, message", [

@@ -284,6 +284,7 @@ def wandb_history(file):
     return rows
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the optional package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

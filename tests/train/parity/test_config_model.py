@@ -208,6 +208,7 @@ def test_an_error_in_a_zero_gradient_fails_from_a_few_eps_on(one_expert, monkeyp
 # -- bfloat16
 
 
+@pytest.mark.slow
 def test_bf16_passes_and_prints_both_errors(run_toml, capsys):
     assert run(run_toml, *TERMS, "--router.balance_level", "global", dtype="bf16") == 0
     out = capsys.readouterr().out
