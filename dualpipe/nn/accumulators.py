@@ -1,13 +1,13 @@
 """Accumulators of gradients: every write of a step of this library to the `.grad` of a parameter.
 
-Deferred weight gradients all pass `add_weight_grad`. The others, in the order of a step:
+Deferred weight gradients all pass `add_weight_grad`, biases `add_grad`. All writes, in the order of a step:
 
     zeros for autograd (`create_zeros`), before the first forward
     -> weight gradients, added by their GEMMs (`add_weight_grad`) or after them (`add_grad`)
     -> gradients in another dtype, folded into the accumulator (`fold`), and zeros for parameters without a gradient
     -> FSDP2 reduces, or `move_to` over one rank; sums with the other end of a tie (`add_peer`)
-    -> gradients that no rank has, dropped (`drop`); one element spoiled if a loss is NaN (`spoil`); scaled by the clip
-       factor (`scale`)
+    -> gradients that no rank has, dropped (`drop`); one element spoiled if a loss is not finite (`spoil`); scaled by
+       the clip factor (`scale`)
     -> copied for the optimizer's master weights (`copy_to_master`)
 
 Besides, autograd adds what layers return to it, and FSDP2 sets the reduced gradient of a sharded parameter. A hook

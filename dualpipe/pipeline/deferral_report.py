@@ -1,8 +1,8 @@
 """Report of the share of a rank's weight-gradient work that can wait for a "W", and of parameters that cannot.
 
 A probe observes the first training step and counts the FLOPs of every weight gradient, deferred or not. Layers report
-the gradients that they put into the store (`dualpipe.nn.deferral.weight_grads`), with the rows of the micro-batch; such
-a gradient counts as deferred, even if an action "B" computes it at once.
+the gradients that they put into the store (`dualpipe.nn.deferral.return_or_defer`), with the rows of the micro-batch;
+such a gradient counts as deferred, even if an action "B" computes it at once.
 
 All other weights are found in the autograd graphs of the forwards. A graph shows uses that a list of the layers does
 not: parameters that are used outside of a layer's `forward`, in slices, or expert by expert in a loop. It also shows

@@ -195,10 +195,11 @@ class StageRunner:
         """
         received, context = communication.in_flight.finish()
         record = communication.record
-        if not keep_context:
-            record.context = context
         segment = communication.segment
-        requires_grad = any(record.differentiable) and torch.is_grad_enabled()
+        is_differentiable = any(record.differentiable)
+        if not keep_context and (is_differentiable or segment.recompute):
+            record.context = context
+        requires_grad = is_differentiable and torch.is_grad_enabled()
         for name, value in zip(segment.writes, as_results(segment.writes, received)):
             if name in segment.needed:
                 carry[name] = as_leaf(value, requires_grad)

@@ -123,10 +123,10 @@ def layer_kinds(
     recompute: rules of `Recompute`. cp: ranks that share a sequence. lora: adapters of the model.
     """
     if isinstance(model, HubConfig):
-        return kinds_of(model, layers, recompute, by_window=cp > 1, lora=lora)
+        return kinds_of(model, layers, recompute, by_window=cp > 1, lora=lora, cp=cp)
     rules = Recompute(recompute, model.num_hidden_layers)
     equal_layers = _equal_layers(model, lora)
-    start = start_layers(model, rules, lora)
+    start = start_layers(model, rules, lora, cp)
     return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else (), i in start) for i in layers]
 
 

@@ -291,7 +291,7 @@ def _activations(
     per_node: ranks that share a node.
     """
     layers = layers_of(stage)
-    sizes = activation_bytes(model, layers, last=is_last, **_workload(config, per_node))
+    sizes = activation_bytes(model, layers, last=is_last, **_workload(config, model, per_node))
     buffers = _context_buffers(config, model, layers)
     return sizes._replace(
         forward=sizes.forward + buffers,
@@ -307,10 +307,10 @@ def _pair_peak(
     first, second = (
         PairedAction(action.kind, layers_of(stages[action.stage]), action.stage == len(stages) - 1) for action in pair)
     buffers = sum(_context_buffers(config, model, action.layers) for action in (first, second))
-    return pair_bytes(model, (first, second), **_workload(config, per_node)) + buffers
+    return pair_bytes(model, (first, second), **_workload(config, model, per_node)) + buffers
 
 
-def _workload(config: Config, per_node: int) -> dict[str, Any]:
+def _workload(config: Config, model: TrainedModel, per_node: int) -> dict[str, Any]:
     """Return the micro-batch of a rank and its layout, as `activation_bytes` and `pair_bytes` take them.
 
     On the CPU, ranks that share a sequence are counted as they run. On GPUs their attention would materialize scores
@@ -331,7 +331,7 @@ def _workload(config: Config, per_node: int) -> dict[str, Any]:
         "has_documents": config.data.separate_documents,
         "cp": p.cp if is_cpu else 1,
         "cp_method": p.cp_method,
-        "part_bytes": config.memory.part_bytes,
+        "part_bytes": part_bytes(config, model),
         "lora": config.lora,
     }
 
@@ -441,18 +441,39 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_no
     return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas
 
 
+def part_bytes(config: Config, model: TrainedModel) -> int:
+    """Return `memory.logits` in bytes; 0 if the dtypes of the head need all logits at once, as in a run.
+
+    See `dualpipe.pipeline.compiled_stage.plain_head`.
+    """
+    p = config.parallel
+    plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2), config.lora)
+    head = plan.tensors.get("lm_head.weight")  # None: tied, in the dtype of the embedding
+    if head is None:
+        return config.memory.part_bytes
+    is_cast = {head.compute, head.output or head.compute, plan.policy.output_dtype} != {head.compute}
+    return 0 if is_cast or head.format is not None else config.memory.part_bytes
+
+
 def describe_head(config: Config, model: TrainedModel) -> list[str]:
     """Return a line for logits that are more than `memory.logits`: on how many tokens at a time the head runs."""
     limit = config.memory.part_bytes
+    if not limit:
+        return []
     tokens = config.train.micro_batch_size * tokens_of_rank(config)
     dtype = dtype_of(config.train.dtype)
     rows = rows_per_part(model.vocab_size, dtype, limit)
-    if not limit or tokens <= rows:
+    if tokens <= rows:
         return []
     allowed = f"memory.logits = {config.memory.logits:g} GB"
+    reason = ""
     if head_in_parts(model, dtype, config.lora) is None:
-        return [f"head and loss: on all {tokens} tokens of a micro-batch at once, and not {rows} ({allowed}), as the "
-                "head is not a plain linear layer"]
+        reason = "the head is not a plain linear layer"
+    elif not part_bytes(config, model):
+        reason = "the head is quantized, or its logits are cast to another dtype"
+    if reason:
+        return [f"head and loss: on all {tokens} tokens of a micro-batch at once, and not {rows} ({allowed}), as "
+                f"{reason}"]
     return [f"head and loss: on {rows} of {tokens} tokens at a time ({allowed})"]
 
 

@@ -96,27 +96,27 @@ class LayerKind(NamedTuple):
 
 def kinds_of(
     config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = (), *, by_window: bool = False,
-    lora: LoRAConfig = NO_ADAPTERS,
+    lora: LoRAConfig = NO_ADAPTERS, cp: int = 1,
 ) -> list[LayerKind]:
     """Return the kind of each of the layers.
 
     recompute: rules of `Recompute`. by_window: True if layers that differ in their window alone are of different kinds,
-    as they are where ranks share sequences. lora: adapters of the model.
+    as they are where ranks share sequences. lora: adapters of the model. cp: ranks that share a sequence.
     """
     rules = Recompute(recompute, len(config.all_layers))
     firsts = _first_equal_layers(config, by_window, lora)
-    start = start_layers(config, rules, lora)
+    start = start_layers(config, rules, lora, cp)
     return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i)), i in start) for i in layers]
 
 
-def start_layers(model: TrainedModel, rules: Recompute, lora: LoRAConfig) -> range:
+def start_layers(model: TrainedModel, rules: Recompute, lora: LoRAConfig, cp: int = 1) -> range:
     """Return the layers whose input needs no gradient, because nothing before it is trained.
 
     What follows a recomputed part needs one: before its second forward, nobody knows whether it depends on a trained
-    parameter.
+    parameter. So it is with attention over ranks that share a sequence; by all-to-all it need not be, and counts alike.
     """
     last = _first_trained_layer(model, lora)
-    last = next((i for i in range(last) if any(rules(part, i) for part in RECOMPUTE)), last)
+    last = next((i for i in range(last) if cp > 1 or any(rules(part, i) for part in RECOMPUTE)), last)
     return range(last + 1)
 
 

@@ -20,7 +20,7 @@ from dualpipe.models import HubConfig
 from dualpipe.models.stages import stage_layers
 from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.memory import RankMemory, cached_schedule, estimate, sent_bytes, tokens_of_rank
+from dualpipe.plan.memory import RankMemory, cached_schedule, estimate, part_bytes, sent_bytes, tokens_of_rank
 from dualpipe.plan.operators import NO_FP8, FP8Usage
 from dualpipe.plan.parameter_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.plan.stage_costs import OperatorTotal, Setting, StageCosts, stage_costs, total
@@ -72,7 +72,7 @@ class Prediction:
             cp=p.cp,
             cp_method=p.cp_method,
             dispatch=p.dispatch,
-            part_bytes=self.config.memory.part_bytes,
+            part_bytes=part_bytes(self.config, self.model),
             fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model, self.config.lora) if self.machine.fp8 else NO_FP8,
             lora=self.config.lora,
         )

@@ -332,7 +332,7 @@ def _costs_by_layer(setting: Setting, layers: range, last: bool) -> list[LayerCo
     is_causal = not setting.machine.host_waits  # attention on the CPU computes the scores of all pairs
     indices = (*layers, *model.mtp_layers) if last else tuple(layers)
     all_costs = []
-    for kind, index in zip(kinds_of(model, indices, setting.recompute, lora=setting.lora), indices):
+    for kind, index in zip(kinds_of(model, indices, setting.recompute, lora=setting.lora, cp=setting.cp), indices):
         attention = attention_flops(model, index, setting.length, causal=is_causal)
         all_costs.append(layer_costs(setting, kind, attention, context_seconds(setting, index)))
     if last:

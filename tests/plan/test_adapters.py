@@ -58,6 +58,8 @@ def test_layers_before_the_first_adapter_have_no_backward():
     lora = lora_of("2.self_attn.q_proj")
     kinds = kinds_of(CONFIG, LAYERS, lora=lora)
     assert [kind.is_start for kind in kinds] == [True, True, True, False]
+    shared = kinds_of(CONFIG, LAYERS, lora=lora, cp=2)
+    assert [kind.is_start for kind in shared] == [True, False, False, False], "a ring computes its blocks again"
     assert [kind.first for kind in kinds] == [0, 0, 2, 0]
     frozen, adapted, after = (layer_parts(CONFIG, kind, 1, BF16, lora=lora) for kind in kinds[1:])
     assert flops_of(frozen.backward, deferred=False) == flops_of(frozen.backward, deferred=True) == 0

@@ -26,7 +26,17 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.communication import context_numbers
-from dualpipe.plan.memory import RankMemory, _activations, _schedule, estimate, step_memory, table, unit_for
+from dualpipe.plan.memory import (
+    RankMemory,
+    _activations,
+    _schedule,
+    describe_head,
+    estimate,
+    part_bytes,
+    step_memory,
+    table,
+    unit_for,
+)
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.fit import Resolved
@@ -62,6 +72,20 @@ def test_examples_fit_their_gpus(path):
         assert config.parallel.world_size == ranks
         worst = max(rank.total for rank in estimate(config, read_model(config).config))
         assert 0.25 * memory < worst < memory - RUNTIME, f"{worst / GB:.1f} GB of {memory / GB:.0f}"
+
+
+@pytest.mark.parametrize(("rules", "said"), [
+    ([], "on 94 of 512 tokens"), (["lm_head,compute=fp32"], "on all 512 tokens"),
+    (["lm_head,compute=bf16,output=fp32"], "on all 512 tokens"),
+])
+def test_logits_that_the_dtypes_of_the_head_need_whole_are_counted_whole(rules, said):
+    """As `plain_head` of the pipeline decides: casts and quantized weights need the layer's own forward."""
+    options = ["--train.dtype", "bf16", "--memory.logits", "1e-4", *(["--dtypes.rules", *rules] if rules else [])]
+    config = load_config(EXAMPLES / "tiny-cpu.toml", options)
+    model = read_model(config).config
+    assert (part_bytes(config, model) > 0) is (not rules)
+    (line,) = describe_head(config, model)
+    assert said in line
 
 
 def model_of(config: Config) -> TrainedModel:
