@@ -293,8 +293,7 @@ def merge_adapters(modules: Sequence[nn.Module]) -> None:
             delta = delta.mT
         local, part = local_part(place.parameter)
         local.copy_(local.to(delta.dtype) + delta[part].to(local.device))
-        owner = place.owner
-        owner._modules.pop(NAME, None)
+        place.owner._modules.pop(NAME, None)
     for module in modules:
         for inner in module.modules():
             inner._modules.pop(STACKED, None)

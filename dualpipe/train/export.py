@@ -42,8 +42,8 @@ def is_exported(config: Config, source: Location | None) -> bool:
     source: the checkpoint, or directory of checkpoints, that the run resumes from. None: a new run.
     """
     target = config.export_directory
-    exports_adapters = config.lora.is_enabled and not config.export.merged
-    if target is None or source is None or not (target / (ADAPTER_CONFIG if exports_adapters else CONFIG)).is_file():
+    config_file = ADAPTER_CONFIG if _exports_adapters(config) else CONFIG
+    if target is None or source is None or not (target / config_file).is_file():
         return False
     committed = find(source).committed
     if not committed or committed[0].manifest.step != config.train.steps:
@@ -53,6 +53,11 @@ def is_exported(config: Config, source: Location | None) -> bool:
     except (OSError, ValueError):
         return False
     return bool(record == _describe_export(config, committed[0]))
+
+
+def _exports_adapters(config: Config) -> bool:
+    """Return True if the run exports adapters alone, without the weights that they adapt."""
+    return config.lora.is_enabled and not config.export.merged
 
 
 def _describe_export(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -125,9 +130,9 @@ def export(config: Config, model: Model, job: Job, checkpoint: Location | None) 
     source = config.init.from_hf or None
     with Recorder.current().doing("export", str(target)):
         job.ranks.first(lambda: _prepare(config, target, checkpoint))
-        if config.lora.is_enabled and config.export.merged:
+        if config.export.merged:
             merge_adapters(model.stages)
-        if config.lora.is_enabled and not config.export.merged:
+        if _exports_adapters(config):
             from dualpipe.hf.lora import save_adapter
 
             save_adapter(model.stages, target, adapter_plan(model.config, config.lora).config, mesh=job.mesh,
@@ -140,8 +145,7 @@ def export(config: Config, model: Model, job: Job, checkpoint: Location | None) 
             save_stages(cast("Sequence[CausalLMStage]", model.stages), target, mesh=job.mesh, plan=model.plan,
                         source=source)
     if job.rank == 0:
-        exports_adapters = config.lora.is_enabled and not config.export.merged
-        say(f"the {'adapters' if exports_adapters else 'model'}: {target}")
+        say(f"the {'adapters' if _exports_adapters(config) else 'model'}: {target}")
 
 
 def _prepare(config: Config, target: Path, checkpoint: Location | None) -> None:
