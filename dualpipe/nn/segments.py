@@ -137,7 +137,8 @@ class Communicate(_ReadsAndWrites):
 
 Segment = Compute | Communicate
 
-is_boundary = re.compile(r"x\d*").fullmatch  # a match for an input or output of a stage: "x", "x0", "x1", ...
+# A match for an input or output of a stage: "x", "x0", "x1", ... Cached, as every forward asks for every name.
+is_boundary = cache(re.compile(r"x\d*").fullmatch)
 _is_criterion_name = re.compile(r"loss|label\d+").fullmatch  # reserved for the pipeline
 
 

@@ -202,16 +202,6 @@ def compile_segments(segments: Sequence[Segment], results: Names) -> CompiledSta
     return CompiledStage(tuple(_compile_merged(merged, results)), tuple(backward_order(merged)))
 
 
-def segments_key(module: nn.Module) -> Hashable:
-    """Return the key of a stage's current segments.
-
-    A stage whose `segments()` change between steps has a method `segments_key()`. It is called at the start of every
-    step, and a stage with a new key is compiled again. Without the method, a stage is compiled once.
-    """
-    key = optional_method(module, "segments_key")
-    return None if key is None else key()
-
-
 def optional_method(stage: nn.Module, name: str) -> Callable[[], Any] | None:
     """Return a method that a stage may have; None if it has none. Raises ValueError for an attribute of that name.
 
@@ -255,6 +245,9 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
 # -- the functions of segments
 
 
+_NO_CONTEXT = nullcontext()  # made once, as every forward enters it
+
+
 def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Call a module with its inputs, and with the side inputs of the step by name; return the stage's results."""
     inputs: list[Any] = []
@@ -266,7 +259,7 @@ def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]
             side[name] = value
     target = values.get(TARGET)
     head = plain_head(module) if target is not None and target.may_take_rows else None
-    with nullcontext() if head is None else cast(Any, module).without_head():
+    with _NO_CONTEXT if head is None else cast(Any, module).without_head():
         outputs = as_tuple(module(*inputs, **side))
     if target is None:
         return dict(zip(input_names(len(outputs)), outputs))
@@ -284,7 +277,7 @@ def _apply_criterion(
     """Run the last compute segment of the last stage, and apply the criterion."""
     target = values[TARGET]
     head = plain_head(module) if target.may_take_rows else None
-    with nullcontext() if head is None else cast(Any, module).without_head():
+    with _NO_CONTEXT if head is None else cast(Any, module).without_head():
         results = fn(values)
     return _stage_results([results[name] for name in outputs], target, head)
 
@@ -543,22 +536,29 @@ class RankStages:
     batch_dim: int
     compiled: dict[int, CompiledStage] = field(default_factory=dict)
     known_groups: list[ProcessGroup] = field(default_factory=list)
+    _key_methods: dict[int, Callable[[], Hashable] | None] = field(default_factory=dict)
     _keys: dict[int, Hashable] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def is_hooked(self) -> bool:
         """Return True if the stages have one type with `overlapped_forward_backward`."""
         types = set(map(type, self.modules.values()))
         return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
 
     def compile_stages(self, offered: Mapping[int, OfferedSegments] | None = None) -> None:
-        """Compile the stages that have not been compiled yet, or whose `segments_key` has changed.
+        """Compile the stages that have not been compiled yet, or whose segments have changed.
+
+        A stage whose `segments()` change between steps has a method `segments_key()`. It is called at the start of
+        every step, and a stage with a new key is compiled again. Without the method, a stage is compiled once.
 
         offered: the segments of the stages; only when the pipeline is built. Raises ValueError if a stage communicates
         over another process group than when the pipeline was built.
         """
         for number, module in self.modules.items():
-            key = segments_key(module)
+            if offered is not None:
+                self._key_methods[number] = optional_method(module, "segments_key")
+            key_method = self._key_methods[number]
+            key = None if key_method is None else key_method()
             if number in self.compiled and key == self._keys[number]:
                 continue
             segments = OfferedSegments(module) if offered is None else offered[number]

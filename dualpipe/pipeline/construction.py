@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.accumulators import local
-from dualpipe.parallel.fsdp.stage_parameters import StageParameters
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters, modules_of
 from dualpipe.parallel.tied import original_number, tied_parameters
 from dualpipe.pipeline.batch import require_same
 from dualpipe.pipeline.compiled_stage import SideSpec
@@ -247,7 +247,7 @@ def _shapes(tensors: Iterable[Tensor]) -> list[list[int]]:
 
 def trained_places(stages: nn.Module) -> set[tuple[nn.Module, str]]:
     """Return the places of all trainable parameters: a module and a name in it."""
-    return {(module, name) for module in stages.modules() for name, param in module._parameters.items()
+    return {(module, name) for module in modules_of(stages) for name, param in module._parameters.items()
             if param is not None and param.requires_grad}
 
 

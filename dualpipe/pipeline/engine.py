@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -343,10 +343,9 @@ class Pipeline(nn.Module):
         number = num_chunks if num_microbatches is None else num_microbatches
         batch: Batch | None = None
         arguments: StepArguments | BaseException | None = None
+        inference = _without_inference_mode() if torch.is_inference_mode_enabled() else nullcontext()
         try:
-            # Under torch.inference_mode a step is one under no_grad: FSDP2's gathered parameters, made in the first
-            # step, must be tensors that a later step can train.
-            with torch.inference_mode(False), torch.set_grad_enabled(train), self._failure.ending_step(self._running):
+            with inference, self._failure.ending_step(self._running):
                 try:
                     batch, arguments = split_batch(
                         self._stages, inputs, merge_side_inputs(side, side_inputs),
@@ -539,6 +538,16 @@ class Pipeline(nn.Module):
             parameters.discard()
         if self._tied is not None:
             self._tied.discard()
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Run a step under torch.no_grad() in place of torch.inference_mode().
+
+    FSDP2's gathered parameters, made in the first step, must be tensors that a later step can train.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _join_backwards(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:

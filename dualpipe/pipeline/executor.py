@@ -190,15 +190,16 @@ class Executor:
         stage = action.stage
         spec = self._stages.specs[stage]
         state = self._states[stage, action.microbatch]
+        names = input_names(len(state.inputs))
+        carry: dict[str, Any] = dict(zip(names, state.inputs))
+        state.begin(carry, names if stage > 0 else ())
+        for name in spec.names:
+            carry[name] = None
         # Detached: a stage may call requires_grad_() on them, but those in `state.side`, which are sent on, must not
         # require a gradient.
-        side: dict[str, Any] = {}
-        if state.side:
-            side = {n: tensor.detach() for n, tensor in zip(self._batch.side_names, state.side) if spec.takes(n)}
-        names = input_names(len(state.inputs))
-        state.begin(dict(zip(names, state.inputs)), names if stage > 0 else ())
-        carry = state.carry
-        carry |= dict.fromkeys(spec.names) | side
+        for name, tensor in zip(self._batch.side_names, state.side):
+            if spec.takes(name):
+                carry[name] = tensor.detach()
         if stage == self._stages.count - 1:
             target = self._batch.target(action.microbatch)
             if self._recorder.is_observed:
@@ -212,7 +213,7 @@ class Executor:
             self._messages.check_local(*slot, result)
             self._states[slot] = received_state(tuple(map(_copy, result)), len(self._batch.side_names), slot)
         elif action.kind in "BI" and action.stage > 0:
-            self._states[action.stage - 1, action.microbatch].set_gradients(list(map(_copy, result)))
+            self._states[action.stage - 1, action.microbatch].set_gradients([gradient.clone() for gradient in result])
 
     def _backward_to_caller(self) -> None:
         """Run one backward into the caller's graph, from the gradients of the inputs and labels that belong to it."""
@@ -254,7 +255,7 @@ class Executor:
         carry = state.carry
         state.carry = {}
         loss = carry.pop("loss", None)
-        names = input_names(len(list(filter(is_boundary, carry))))
+        names = input_names(len(carry))  # of the outputs: nothing else is left in the carry
         outputs = tuple(map(carry.__getitem__, names))
         if loss is None and not self._stages.compiled[stage].is_module:
             as_tuple(outputs)  # raises ValueError if they are not tensors
@@ -278,14 +279,15 @@ class Executor:
                 raise ValueError(f"criterion must return a scalar tensor, got {result}")
             if self._train and not loss.requires_grad:
                 raise ValueError("the loss requires no gradient; call step under torch.no_grad() to evaluate")
-            self._losses[microbatch] = loss.detach().clone()
+            kept = loss.detach().clone()
+            self._losses[microbatch] = kept if kept.dim() == 0 else kept.reshape(())
         if self._batch.keep_outputs:
             self._outputs[microbatch] = tuple(output.detach().clone() for output in outputs)
 
     def _results(self) -> tuple[Tensor | None, Outputs]:
         """Return the stacked losses, and the outputs joined along the batch dimension."""
         chunks = range(len(self._losses) or len(self._outputs))
-        loss = torch.stack([self._losses[i].reshape(()) for i in chunks]) if self._losses else None
+        loss = torch.stack([self._losses[i] for i in chunks]) if self._losses else None
         if not self._outputs:
             return loss, None
         dim = self._stages.batch_dim

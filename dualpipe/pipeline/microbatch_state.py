@@ -66,18 +66,6 @@ class SegmentRecord:
         self.results: dict[str, Tensor] = {}
 
 
-class TensorLike(NamedTuple):
-    """Shape, dtype and device of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> Tensor:
-        """Return zeros of this shape, dtype and device."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
 class MicrobatchState:
     """State of one micro-batch in one stage.
 
@@ -107,7 +95,8 @@ class MicrobatchState:
         self.gradients: dict[str, Tensor] = {}
         self.results: Names = ()
         self.deferred: Callable[[], None] | None = None
-        self._from_stage: dict[str, TensorLike] = {}
+        # Shapes, dtypes and devices of the inputs whose gradients the previous stage expects.
+        self._from_stage: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self.from_caller: dict[str, Tensor] = {}
 
     def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
@@ -122,7 +111,7 @@ class MicrobatchState:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 continue
             if name in inputs:
-                self._from_stage[name] = TensorLike(value.shape, value.dtype, value.device)
+                self._from_stage[name] = (value.shape, value.dtype, value.device)
             else:
                 self.from_caller[name] = value
 
@@ -150,9 +139,9 @@ class MicrobatchState:
         gradients = self.gradients
         self.gradients = {}
         results: list[Tensor] = []
-        for name, like in self._from_stage.items():
+        for name, (shape, dtype, device) in self._from_stage.items():
             gradient = gradients.get(name)
-            results.append(like.zeros() if gradient is None else gradient)
+            results.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
         return results
 
 

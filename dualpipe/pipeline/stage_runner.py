@@ -65,6 +65,7 @@ class StageRunner:
         self._accumulation = store.accumulate()
         self.wait_for_parameters = wait_for_parameters
         self._autocast = autocast
+        self._no_autocast = no_autocast(autocast)
         self._keep_results = keep_results
         self._recorder = Recorder.current()
         # If a stage has one segment, which runs once, the recorder's entry of the action is enough.
@@ -280,7 +281,7 @@ class StageRunner:
             gradients.pop(name, None)
         del gradients
         if roots:
-            with store_mode, nullcontext() if self._autocast is None else no_autocast(self._autocast):
+            with store_mode, self._no_autocast:
                 # Without the checks of torch.autograd.backward, which take 7 of 24 us and always pass.
                 Variable._execution_engine.run_backward(
                     tuple(roots), tuple(values), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -304,7 +305,7 @@ class StageRunner:
     def _compute_at_once(self, key: Hashable) -> None:
         """Compute the weight gradients under `key`; while a trace is recorded, with an entry."""
         entry = self._recorder.doing("wgrad", key) if self._recorder.keeps_all else nullcontext()
-        with entry, no_autocast(self._autocast):
+        with entry, self._no_autocast:
             self._store.run(key)
 
     def compute_deferred(self, key: Hashable, *, turns: int) -> Task:
@@ -317,7 +318,7 @@ class StageRunner:
         for start, end in pairwise(ends):
             if start == end:
                 continue
-            with torch.no_grad(), no_autocast(self._autocast):
+            with torch.no_grad(), self._no_autocast:
                 for compute_and_add in functions[start:end]:
                     compute_and_add()
             yield None

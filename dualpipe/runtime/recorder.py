@@ -132,13 +132,15 @@ class Recorder:
 
         what: converted to text only when the entry is read. ranks: the global ranks being waited on.
         """
-        for observer in self._observers:
-            observer.before(self, kind, what)
+        if self.is_observed:
+            for observer in self._observers:
+                observer.before(self, kind, what)
         entry = [perf_counter_ns(), 0, self.step, kind, what, ranks, nbytes, 0]
         self._ring.append(entry)
         self._open.append(entry)
-        for observer in self._observers:
-            observer.began(self, entry)
+        if self.is_observed:
+            for observer in self._observers:
+                observer.began(self, entry)
         return entry
 
     def end(self) -> None:

@@ -33,7 +33,7 @@ from dualpipe.parallel.fsdp.private import (
     start_reduce_scatter,
 )
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach_all
-from dualpipe.parallel.fsdp.stage_parameters import StageParameters
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters, modules_of
 from dualpipe.parallel.fsdp.unit_records import keep_hook_on_reduce_stream
 from dualpipe.runtime.recorder import RecordedWait, Recorder
 
@@ -188,7 +188,7 @@ class StageStep:
 
 def parameters_without_accumulators(stage: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of modules that do not create their accumulators themselves: see `StageStep.prepare`."""
-    for module in stage.modules():
+    for module in modules_of(stage):
         if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
             for param in module._parameters.values():  # its own alone; `parameters()` takes 5 times as long
                 if param is not None:
