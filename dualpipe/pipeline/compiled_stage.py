@@ -245,9 +245,6 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
 # -- the functions of segments
 
 
-_NO_CONTEXT = nullcontext()  # made once, as every forward enters it
-
-
 def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Call a module with its inputs, and with the side inputs of the step by name; return the stage's results."""
     inputs: list[Any] = []
@@ -259,7 +256,7 @@ def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]
             side[name] = value
     target = values.get(TARGET)
     head = plain_head(module) if target is not None and target.may_take_rows else None
-    with _NO_CONTEXT if head is None else cast(Any, module).without_head():
+    with nullcontext() if head is None else cast(Any, module).without_head():
         outputs = as_tuple(module(*inputs, **side))
     if target is None:
         return dict(zip(input_names(len(outputs)), outputs))
@@ -277,7 +274,7 @@ def _apply_criterion(
     """Run the last compute segment of the last stage, and apply the criterion."""
     target = values[TARGET]
     head = plain_head(module) if target.may_take_rows else None
-    with _NO_CONTEXT if head is None else cast(Any, module).without_head():
+    with nullcontext() if head is None else cast(Any, module).without_head():
         results = fn(values)
     return _stage_results([results[name] for name in outputs], target, head)
 

@@ -41,6 +41,7 @@ class Executor:
         store: WeightGradStore,
     ) -> None:
         self._stages = stages
+        self._last_stage = stages.count - 1
         self._batch = batch
         self._program = program
         self._messages = messages
@@ -152,7 +153,7 @@ class Executor:
         """Run two actions that overlap; return the results of each for the next or previous stage."""
         if self._pairs is not None and self._pairs.can_run(actions):
             forward = next(action for action in actions if action.kind == "F")
-            self._begin_forward(forward)
+            self._begin_forward(self._states[forward.stage, forward.microbatch])
             self._pairs.run(actions, self._states)
             return [self._finish(action) for action in actions]
         order = list(actions)
@@ -181,15 +182,14 @@ class Executor:
             return runner.compute_deferred(slot, turns=max(1, runner.compiled.num_communications) if is_pair else 1)
         state = self._states[slot]
         if action.kind == "F":
-            self._begin_forward(action)
+            self._begin_forward(state)
             return runner.forward(state)
         return runner.backward(state, action.kind, slot)
 
-    def _begin_forward(self, action: Action) -> None:
+    def _begin_forward(self, state: MicrobatchState) -> None:
         """Fill the carry of a forward: inputs, side inputs, and on the last stage the criterion with its labels."""
-        stage = action.stage
+        stage, microbatch = state.slot
         spec = self._stages.specs[stage]
-        state = self._states[stage, action.microbatch]
         names = input_names(len(state.inputs))
         carry: dict[str, Any] = dict(zip(names, state.inputs))
         state.begin(carry, names if stage > 0 else ())
@@ -200,15 +200,15 @@ class Executor:
         for name, tensor in zip(self._batch.side_names, state.side):
             if spec.takes(name):
                 carry[name] = tensor.detach()
-        if stage == self._stages.count - 1:
-            target = self._batch.target(action.microbatch)
+        if stage == self._last_stage:
+            target = self._batch.target(microbatch)
             if self._recorder.is_observed:
                 target = target._replace(keep_outputs=True)
             carry[TARGET] = target
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Pass a result that stays on this rank to the next or the previous stage, as a copy, like one that is sent."""
-        if action.kind == "F" and action.stage < self._stages.count - 1:
+        if action.kind == "F" and action.stage < self._last_stage:
             slot = action.stage + 1, action.microbatch
             self._messages.check_local(*slot, result)
             self._states[slot] = received_state(tuple(map(_copy, result)), len(self._batch.side_names), slot)
@@ -259,7 +259,7 @@ class Executor:
         outputs = tuple(map(carry.__getitem__, names))
         if loss is None and not self._stages.compiled[stage].is_module:
             as_tuple(outputs)  # raises ValueError if they are not tensors
-        if stage == self._stages.count - 1:
+        if stage == self._last_stage:
             self._keep(microbatch, outputs, loss)
         if not self._train:
             del self._states[slot]

@@ -122,13 +122,20 @@ def let_gloo_wait_its_turn() -> None:
 
     In turn, gloo's threads wait for the end of a computing thread's time slice: see `yield_to_gloo`.
     """
-    threads = Path("/proc/self/task")
-    if not threads.is_dir():
-        return
-    for thread in threads.iterdir():
+    for thread in gloo_threads():
         with suppress(OSError):  # the thread has ended, or the system does not allow it: slower, and nothing else
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def gloo_threads() -> list[int]:
+    """Return the system's numbers of gloo's threads in this process; none where /proc is missing."""
+    numbers = []
+    threads = Path("/proc/self/task")
+    for thread in threads.iterdir() if threads.is_dir() else ():
+        with suppress(OSError):  # the thread has ended
             if (thread / "comm").read_text().strip() == _GLOO_THREAD:
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+                numbers.append(int(thread.name))
+    return numbers
 
 
 def yield_to_gloo() -> None:
