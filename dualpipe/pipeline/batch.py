@@ -52,6 +52,7 @@ class Batch:
         may_take_rows: see `Target`.
         keep_outputs: keep the outputs of the last stage for the caller.
         from_caller: the inputs and labels that require a gradient.
+        autocast: the type of the stages' device if the caller has enabled autocast for it; otherwise None.
         side_names: names of the side inputs, the same on all ranks.
     """
 
@@ -62,6 +63,7 @@ class Batch:
     may_take_rows: bool
     keep_outputs: bool
     from_caller: Sequence[CallerTensor]
+    autocast: str | None
     side_names: tuple[str, ...] = ()
 
     def target(self, microbatch: int) -> Target:
@@ -156,6 +158,8 @@ def split_batch(
     split_inputs, batch_size = _split("input", used_inputs, num_chunks, stages, from_caller)
     split_side, side_size = _split("side input", used_side, num_chunks, stages, from_caller)
     split_labels, label_size = _split("label", used_labels, num_chunks, stages, from_caller)
+    device_type = stages.device.type
+    autocast = device_type if torch.is_autocast_enabled(device_type) else None
     batch = Batch(
         inputs=split_inputs,
         side=split_side,
@@ -164,9 +168,14 @@ def split_batch(
         may_take_rows=is_last and not return_outputs and takes_head_rows(criterion),
         keep_outputs=is_last and return_outputs,
         from_caller=from_caller,
+        autocast=autocast,
     )
-    autocast = torch.is_autocast_enabled(stages.device.type) and torch.get_autocast_dtype(stages.device.type)
     training = [module.training for module in stages.modules.values()]
+    classes = [  # of the largest and the smallest micro-batch
+        (tensor.dtype, kernel_class(tensor.shape))
+        for parts in (split_inputs, split_side, split_labels) if parts
+        for tensor in (*parts[0], *parts[-1]) if tensor is not None
+    ]
     arguments = StepArguments(
         num_chunks=num_chunks,
         grad=grad,
@@ -178,7 +187,7 @@ def split_batch(
         side_size=side_size,
         label_size=label_size,
         kernels=_checksum(
-            _kernel_classes(split_inputs, split_side, split_labels), autocast, grad, sync, tuple(training), num_chunks),
+            *classes, autocast and torch.get_autocast_dtype(autocast), grad, sync, *training, num_chunks),
     )
     return batch, arguments
 
@@ -193,12 +202,6 @@ def kernel_class(shape: tuple[int, ...]) -> tuple[tuple[int, bool], ...]:
     """
     sizes = (*shape, prod(shape[:2]), prod(shape))
     return tuple((size.bit_length(), size % 16 == 0) for size in sizes)
-
-
-def _kernel_classes(*batches: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
-    """Return the dtypes and kernel classes of the largest and the smallest micro-batch."""
-    tensors = chain.from_iterable((*batch[0], *batch[-1]) for batch in batches if batch)
-    return tuple([(tensor.dtype, kernel_class(tensor.shape)) for tensor in tensors if tensor is not None])
 
 
 def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, spec: SideSpec) -> StepAgreement:

@@ -52,11 +52,10 @@ class Executor:
         # Without a profiler, its ranges would still cost 5 us per action.
         is_profiled = torch.autograd._profiler_enabled()
         self._annotate = record_function if is_profiled else annotation(stages.device)
-        autocast = stages.device.type if torch.is_autocast_enabled(stages.device.type) else None
         is_hooked = stages.is_hooked
         self._runners = {
             stage: StageRunner(
-                compiled, store, autocast=autocast, keep_results=is_hooked,
+                compiled, store, autocast=batch.autocast, keep_results=is_hooked,
                 wait_for_parameters=partial(parameters.wait, stage) if parameters.must_wait(stage) else None,
             )
             for stage, compiled in stages.compiled.items()
@@ -65,7 +64,6 @@ class Executor:
         self._states = self._first_states()
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._autocast = autocast
         self._running_actions: tuple[Action, ...] = ()
         self._place = "at the beginning or end of the step"  # for errors while no action runs
 
@@ -227,7 +225,7 @@ class Executor:
         if not tensors:
             return
         self._place = "in the backward of the graph from which the inputs or labels of the step come"
-        with no_autocast(self._autocast):
+        with no_autocast(self._batch.autocast):
             torch.autograd.backward(tensors, gradients)
 
     # -- states of micro-batches
