@@ -98,14 +98,9 @@ class WeightGradStore:
         else:
             self._queue.append(fn)
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        """Make this the active store of this thread, returned by `current`."""
-        token = _active_store.set(self)
-        try:
-            yield
-        finally:
-            _active_store.reset(token)
+    def activate(self) -> AbstractContextManager[None]:
+        """Make this the active store of this thread inside of a `with`, returned by `current`."""
+        return _Activation(self)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Set `accumulating` inside of the `with`, for a backward that computes the gradients of all parameters."""
@@ -171,6 +166,19 @@ class WeightGradStore:
 
 
 # Classes instead of generators, which would add 1 us to every backward.
+
+
+class _Activation(AbstractContextManager[None]):
+    """Context manager that makes a store the active one of this thread."""
+
+    def __init__(self, store: WeightGradStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._token = _active_store.set(self._store)
+
+    def __exit__(self, *_: object) -> None:
+        _active_store.reset(self._token)
 
 
 class _Accumulation(AbstractContextManager[None]):

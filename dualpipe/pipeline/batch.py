@@ -40,8 +40,7 @@ class CallerTensor(NamedTuple):
         return gradient
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Arguments of a step that this rank uses, split into micro-batches; those that it does not use are empty.
 
     Attributes:

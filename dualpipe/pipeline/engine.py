@@ -411,7 +411,7 @@ class Pipeline(nn.Module):
         parameters_step = ParametersStep(
             self._stages.parameters, self._stages.users, train=train, reduce=train and sync)
         if agreement.side_names:
-            batch = replace(batch, side_names=agreement.side_names)
+            batch = batch._replace(side_names=agreement.side_names)
         executor = Executor(self._stages, batch, program, messages, parameters_step, self.weight_grad_store)
         self._steps.executor = executor
         if self._tied is not None and train:

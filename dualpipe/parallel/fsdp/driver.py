@@ -231,8 +231,12 @@ class ParametersStep:
         self, stages: Mapping[int, StageParameters], users: Mapping[int, set[int]], *, train: bool, reduce: bool
     ) -> None:
         self._stage_parameters = stages
-        self._stages = {stage: StageStep(parameters) for stage, parameters in stages.items()}
-        self._sharded = {stage: self._stages[stage] for stage, parameters in stages.items() if parameters.is_sharded}
+        self._stages: dict[int, StageStep] = {}
+        self._sharded: dict[int, StageStep] = {}
+        for stage, parameters in stages.items():
+            self._stages[stage] = StageStep(parameters)
+            if parameters.is_sharded:
+                self._sharded[stage] = self._stages[stage]
         self._users = users
         self._train = train
         self._reduce = reduce

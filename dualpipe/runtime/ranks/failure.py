@@ -16,8 +16,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -125,31 +125,16 @@ class StepFailure:
                                 f"processes. It failed with: {self._cause.text}", is_loss=True,
                                 wait=self._cause.wait)
 
-    @contextmanager
-    def ending_step(self, running: Callable[[], str]) -> Iterator[None]:
+    def ending_step(self, running: Callable[[], str]) -> AbstractContextManager[None]:
         """End the step on all ranks if the work inside of a `with` fails; raise PipelineError, naming the rank.
 
         An interrupt is raised as itself.
 
         running: returns the error prefix that names the running action.
         """
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-        else:
-            return
-        try:
-            cause, is_own = self._end(error, running)
-            if not isinstance(error, Exception):
-                raise error
-            # A loss is not this rank's own error; it is shown because its text has the duration of the wait.
-            is_shown = is_own or isinstance(error, RankLost)
-            raise PipelineError(cause.text, is_loss=cause.is_loss, wait=cause.wait) from (error if is_shown else None)
-        finally:
-            del error  # this frame is in its traceback: the cycle would keep all tensors of the step
+        return _EndingStep(self, running)
 
-    def _end(self, error: BaseException, running: Callable[[], str]) -> tuple[Cause, bool]:
+    def end(self, error: BaseException, running: Callable[[], str]) -> tuple[Cause, bool]:
         """Hang up; return the cause, and True if it is this rank's own error."""
         recorder = Recorder.current()
         if isinstance(error, RankLost) and self.has_peers:
@@ -196,6 +181,27 @@ class StepFailure:
                 return
             self._cause = cause
             hang_up(self._groups)
+
+
+class _EndingStep(AbstractContextManager[None]):
+    """Context manager of `StepFailure.ending_step`; a class, as every step enters it."""
+
+    def __init__(self, failure: StepFailure, running: Callable[[], str]) -> None:
+        self._failure = failure
+        self._running = running
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        try:
+            cause, is_own = self._failure.end(error, self._running)
+            if not isinstance(error, Exception):
+                return
+            # A loss is not this rank's own error; it is shown because its text has the duration of the wait.
+            is_shown = is_own or isinstance(error, RankLost)
+            raise PipelineError(cause.text, is_loss=cause.is_loss, wait=cause.wait) from (error if is_shown else None)
+        finally:
+            del error, trace  # this frame is in the traceback: the cycle would keep all tensors of the step
 
 
 def watch(failure: StepFailure, board: FailureBoard) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -60,8 +59,7 @@ class _Result(NamedTuple):
         return _Result(None, describe_error(error)[:_MAX_TEXT], names_ranks(error), isinstance(error, ValueError))
 
 
-@dataclass(frozen=True)
-class Outcome(Generic[C]):
+class Outcome(NamedTuple, Generic[C]):
     """Conclusion of all ranks, or a problem with the same text on every rank.
 
     cause: the error of this rank, if it has failed.
