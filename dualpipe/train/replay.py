@@ -46,7 +46,7 @@ from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.kernel_choice import KernelChoice, choose_kernels
 from dualpipe.train.launch.join import join
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.saver import TrainingState, describe, model_tensors, recorded_dtypes
+from dualpipe.train.saver import FrozenBase, TrainingState, describe, model_tensors, recorded_dtypes
 from dualpipe.train.step import StepRunner, build_training
 
 _MAX_SHOWN = 4  # names in a message
@@ -394,7 +394,10 @@ def write_bundle(
         bundle = bundles.save(
             dict(state.tensors()) | _batch_tensors(runner, batch), step=step, plan=model.plan,
             config=describe(config, model),
-            extra={"loader": loader, IN_RUN: first_run, RERUN_IN_RUN: rerun.to_record()},
+            extra={
+                "loader": loader, "base": FrozenBase.find(config, job.ranks).to_record(), IN_RUN: first_run,
+                RERUN_IN_RUN: rerun.to_record(),
+            },
         )
     path = folder / bundle.name
     model_config = json.dumps(model.config.to_dict(), indent=2)
@@ -452,6 +455,7 @@ def replay(config: Config, info: RankInfo) -> int:
     with (
         recorder.activate(), deterministic(config.train.deterministic), join(config, info) as (job, resolved)
     ):
+        FrozenBase.find(resolved.config, job.ranks).check(config.checkpoint.resume, manifest)
         runner, optimizer = build_training(resolved, job, recorded_dtypes(manifest))
         runner.counts_targets |= state_has_loss_mask(manifest.extra["loader"])
         kernels = choose_kernels(runner)

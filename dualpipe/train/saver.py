@@ -30,6 +30,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import restart_count
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.storage import Location, as_location, contains, resolve
 from dualpipe.train.config.fit import Resolved, SavedBatch, keep_batch
 from dualpipe.train.config.model_config import TrainedModel
@@ -77,6 +78,37 @@ def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | Para
         return tensors
     embedding = f"{model.config.name_prefix}embed_tokens.weight"
     return {name.replace("lm_head.weight", embedding): tensor for name, tensor in tensors.items()}
+
+
+class FrozenBase(NamedTuple):
+    """The frozen base of adapters, which the checkpoints of a run do not hold; empty if the run trains all weights.
+
+    path: init.from_hf. checksum: of its files.
+    """
+
+    path: str = ""
+    checksum: str = ""
+
+    @staticmethod
+    def find(config: Config, ranks: RankSync) -> FrozenBase:
+        """Return the base of a run. Collective: the ranks share the reading of its files."""
+        if not config.lora.is_enabled:
+            return FrozenBase()
+        folder = config.init.from_hf
+        seed = f"random weights of train.seed = {config.train.seed}"
+        return FrozenBase(folder, checksum(folder, ranks) if folder else seed)
+
+    def to_record(self) -> dict[str, str]:
+        """Return the base for a manifest; {} if there is none."""
+        return self._asdict() if self.checksum else {}
+
+    def check(self, path: object, manifest: Manifest) -> None:
+        """Raise ValueError if the adapters of the checkpoint at `path` were trained on another base."""
+        saved = (manifest.extra or {}).get("base") or {}
+        if saved.get("checksum", "") != self.checksum:
+            raise ValueError(f"{path} has adapters of the base {saved.get('path')!r} ({saved.get('checksum')}), but "
+                             f"init.from_hf = {self.path!r} has {self.checksum}; give the base that they were "
+                             "trained on")
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
@@ -207,7 +239,7 @@ class Saver:
         self._has_failed = False  # the last save failed
         self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
         self._anomaly = 0  # last step that may be wrong
-        self._base: dict[str, str] = {}  # see `_find_base`
+        self._base: FrozenBase | None = None  # hashed when it is first needed
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
             self._checkpoints = Checkpoints(
@@ -262,7 +294,7 @@ class Saver:
                 hint = _START_ANEW
             raise ValueError(f"{error}{hint}") from error
         manifest = loaded.manifest
-        self._check_base(loaded)
+        self._frozen_base().check(loaded.path, manifest)
         self._loaded = loaded
         self._newest = loaded.path
         self.mark_anomaly((manifest.extra or {}).get("anomaly", 0))
@@ -287,23 +319,6 @@ class Saver:
                       allow_at_start=_NOT_IMPORTED, seed=self._config.train.seed)
         state.optimizer.round_parameters()
         return loaded
-
-    def _find_base(self) -> dict[str, str]:
-        """Return the path and checksum of the frozen base of adapters; empty for a run that trains all weights."""
-        if self._config.lora.is_enabled and not self._base:
-            folder = self._config.init.from_hf
-            seed = f"random weights of train.seed = {self._config.train.seed}"
-            self._base = {"path": folder, "checksum": checksum(folder, self._job.ranks) if folder else seed}
-        return self._base
-
-    def _check_base(self, loaded: Loaded) -> None:
-        """Raise ValueError if the adapters of a checkpoint were trained on another base than that of the run."""
-        base = self._find_base()
-        saved = (loaded.manifest.extra or {}).get("base") or {}
-        if saved.get("checksum") != base.get("checksum"):
-            raise ValueError(f"{loaded.path} has adapters of the base {saved.get('path')!r} "
-                             f"({saved.get('checksum')}), but init.from_hf = {base.get('path')!r} has "
-                             f"{base.get('checksum')}; give the base that they were trained on")
 
     def _describe_resume(self, loaded: Loaded) -> list[str]:
         """Return lines about a loaded checkpoint and its differences from the run."""
@@ -405,8 +420,15 @@ class Saver:
         """Call a method of `Checkpoints` that saves the state after this step, and return its result."""
         self._saved_step = step
         self._saved_path = None
+        base = self._frozen_base().to_record()
         return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly, "base": self._find_base()})
+                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly, "base": base})
+
+    def _frozen_base(self) -> FrozenBase:
+        """Return the frozen base of the run. Collective when it is first called."""
+        if self._base is None:
+            self._base = FrozenBase.find(self._config, self._job.ranks)
+        return self._base
 
     def path_of(self, step: int) -> Location | None:
         """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""

@@ -84,6 +84,14 @@ def base(train, capsys):
     return Path("base")
 
 
+def change_a_weight(base):
+    """Change one number of a base model."""
+    weights = next(base.glob("*.safetensors"))
+    tensors = load_file(weights)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, weights, {"format": "pt"})
+
+
 def adapters_of(folder):
     return load_file(Path(folder) / "adapter_model.safetensors")
 
@@ -134,10 +142,7 @@ def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_the_adapters_a
 def test_adapters_of_another_base_are_refused(train, base):
     options = ["--init.from_hf", str(base), "--model.config", "", "--checkpoint.interval", "1", "--train.steps"]
     assert train(*options, "1")[0] == 0
-    weights = next(base.glob("*.safetensors"))
-    tensors = load_file(weights)
-    tensors["lm_head.weight"][0, 0] += 1
-    save_file(tensors, weights, {"format": "pt"})
+    change_a_weight(base)
     status, said = train(*options, "2")
     assert status == 2 and "has adapters of the base 'base' (xxh3_128:" in said, said
 
@@ -327,3 +332,6 @@ def test_a_replayed_step_has_the_numbers_of_its_run(base, dualpipe, tmp_path, op
     without_nan = dualpipe(tmp_path, "replay", bundle)
     row = read_metrics(tmp_path / "sound/metrics.jsonl")[1]
     assert f"NOT reproduced: loss {row['loss']}, norm {row['grad_norm']}\n" in without_nan.stdout, without_nan.stdout
+    change_a_weight(tmp_path / "base")
+    on_another = dualpipe(tmp_path, "replay", bundle)
+    assert on_another.returncode == 2 and "has adapters of the base 'base'" in on_another.stderr, on_another.stderr
