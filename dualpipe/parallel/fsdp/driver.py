@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dualpipe.nn.accumulators import create_zeros, drop, local, move_to
+from dualpipe.nn.accumulators import create_zeros, drop, fold, local, move_to
 from dualpipe.parallel.fsdp.private import (
     finalize_backward,
     forget_gathered,
@@ -82,7 +82,7 @@ class StageStep:
         for gather in gathers:
             gather.wait()
         if gathers:
-            self._parameters.fold_gradients()
+            self._fold_gradients()
 
     def prepare(self) -> None:
         """Create zero accumulators for parameters whose accumulator has another dtype than the parameter.
@@ -118,7 +118,7 @@ class StageStep:
                     if hooks:
                         self._held_hooks.append((sharded, hooks))
                         sharded._post_accumulate_grad_hooks = None
-            self._parameters.fold_gradients(zeros=True)
+            self._fold_gradients(zeros=True)
             for root in self._parameters.roots:
                 _drive(root, sync=True, by_hand=True)
             for group in self._parameters.groups:
@@ -127,6 +127,18 @@ class StageStep:
                 start_reduce_scatter(group)
         self._parameters.reshard()
         self._is_reduced = reduce
+
+    def _fold_gradients(self, *, zeros: bool = False) -> None:
+        """Make `reduce_dtype` the dtype of all accumulators. zeros: parameters without a gradient get zeros.
+
+        Before torch 2.15 FSDP2 may also hold gradients in a second accumulator, which it adds itself.
+        """
+        for param, dtype in self._parameters.unsharded():
+            if not param.requires_grad:
+                continue
+            fold(param, dtype)
+            if zeros and param.grad is None:
+                create_zeros(param, dtype)
 
     def finish(self) -> None:
         """End the step: later work on the device runs after the reductions, and FSDP2 is as before the step.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.accumulators import create_zeros, drop, fold
+from dualpipe.nn.accumulators import drop
 from dualpipe.parallel.fsdp.private import (
     accumulator_dtype,
     allows_several_groups,
@@ -183,18 +183,6 @@ class StageParameters:
             param = gathered(fsdp_param)
             if param is not None:
                 yield param, accumulator_dtype(fsdp_param)
-
-    def fold_gradients(self, *, zeros: bool = False) -> None:
-        """Make `reduce_dtype` the dtype of all accumulators. zeros: parameters without a gradient get zeros.
-
-        Before torch 2.15 FSDP2 may also hold gradients in a second accumulator, which it adds itself.
-        """
-        for param, dtype in self.unsharded():
-            if not param.requires_grad:
-                continue
-            fold(param, dtype)
-            if zeros and param.grad is None:
-                create_zeros(param, dtype)
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
