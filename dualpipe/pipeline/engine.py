@@ -343,9 +343,11 @@ class Pipeline(nn.Module):
         number = num_chunks if num_microbatches is None else num_microbatches
         batch: Batch | None = None
         arguments: StepArguments | BaseException | None = None
-        inference = _without_inference_mode() if torch.is_inference_mode_enabled() else nullcontext()
+        # Under torch.inference_mode a step is one under no_grad: FSDP2's gathered parameters, made in the first step,
+        # must be tensors that a later step can train.
+        no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         try:
-            with inference, self._failure.ending_step(self._running):
+            with no_inference, torch.set_grad_enabled(train), self._failure.ending_step(self._running):
                 try:
                     batch, arguments = split_batch(
                         self._stages, inputs, merge_side_inputs(side, side_inputs),
@@ -538,16 +540,6 @@ class Pipeline(nn.Module):
             parameters.discard()
         if self._tied is not None:
             self._tied.discard()
-
-
-@contextmanager
-def _without_inference_mode() -> Iterator[None]:
-    """Run a step under torch.no_grad() in place of torch.inference_mode().
-
-    FSDP2's gathered parameters, made in the first step, must be tensors that a later step can train.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _join_backwards(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:

@@ -406,8 +406,8 @@ class P2PMessages:
         for tensor in tensors:
             if tensor.numel():
                 # A copy: the stage may fill the memory of its result again before the message has left.
-                buffer = tensor.detach().to(
-                    self._buffer_device, copy=True, memory_format=torch.contiguous_format)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._buffer_device)
+                buffer.copy_(tensor.detach())
                 started.works.append(self._start(channel.link.send, buffer, message, channel))
                 started.buffers.append(buffer)
         self._recorder.end()

@@ -395,8 +395,7 @@ def write_bundle(
             dict(state.tensors()) | _batch_tensors(runner, batch), step=step, plan=model.plan,
             config=describe(config, model),
             extra={
-                "loader": loader, "base": FrozenBase.find(config, job.ranks).to_record(), IN_RUN: first_run,
-                RERUN_IN_RUN: rerun.to_record(),
+                "loader": loader, "base": state.base.to_record(), IN_RUN: first_run, RERUN_IN_RUN: rerun.to_record(),
             },
         )
     path = folder / bundle.name

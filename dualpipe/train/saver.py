@@ -50,6 +50,44 @@ _START_ANEW = (
 # -- the content of a checkpoint
 
 
+class FrozenBase(NamedTuple):
+    """The frozen base of adapters, which the checkpoints of a run do not hold; empty if the run trains all weights.
+
+    path: init.from_hf. checksum: of its files.
+    """
+
+    path: str = ""
+    checksum: str = ""
+
+    @staticmethod
+    def find(config: Config, ranks: RankSync) -> FrozenBase:
+        """Return the base of a run, once it is loaded. Collective: the ranks share the reading of its files."""
+        if not config.lora.is_enabled:
+            return FrozenBase()
+        folder = config.init.from_hf
+        seed = f"random weights of train.seed = {config.train.seed}"
+        return FrozenBase(folder, checksum(folder, ranks) if folder else seed)
+
+    @staticmethod
+    def recorded(manifest: Manifest) -> FrozenBase:
+        """Return the base of the run that wrote a manifest."""
+        return FrozenBase(**((manifest.extra or {}).get("base") or {}))
+
+    def to_record(self) -> dict[str, str]:
+        """Return the base for a manifest; {} if there is none."""
+        return self._asdict() if self.checksum else {}
+
+    def check(self, path: object, manifest: Manifest) -> None:
+        """Raise ValueError if the adapters of the checkpoint at `path` were trained on another base."""
+        recorded = FrozenBase.recorded(manifest)
+        if recorded.checksum != self.checksum:
+            raise ValueError(f"{path} has adapters of {recorded}, but init.from_hf has {self}; give the base that they "
+                             "were trained on")
+
+    def __str__(self) -> str:
+        return f"the base {self.path!r} ({self.checksum})" if self.checksum else "no frozen base"
+
+
 class TrainingState(NamedTuple):
     """The objects of a run whose state a checkpoint holds."""
 
@@ -57,6 +95,7 @@ class TrainingState(NamedTuple):
     optimizer: Optimizer
     routers: RouterSet
     loader: Loader
+    base: FrozenBase
 
     def tensors(self) -> Mapping[str, Tensor | ParameterState]:
         """Return the tensors of model, optimizer and routers by name, sharing memory."""
@@ -78,37 +117,6 @@ def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | Para
         return tensors
     embedding = f"{model.config.name_prefix}embed_tokens.weight"
     return {name.replace("lm_head.weight", embedding): tensor for name, tensor in tensors.items()}
-
-
-class FrozenBase(NamedTuple):
-    """The frozen base of adapters, which the checkpoints of a run do not hold; empty if the run trains all weights.
-
-    path: init.from_hf. checksum: of its files.
-    """
-
-    path: str = ""
-    checksum: str = ""
-
-    @staticmethod
-    def find(config: Config, ranks: RankSync) -> FrozenBase:
-        """Return the base of a run. Collective: the ranks share the reading of its files."""
-        if not config.lora.is_enabled:
-            return FrozenBase()
-        folder = config.init.from_hf
-        seed = f"random weights of train.seed = {config.train.seed}"
-        return FrozenBase(folder, checksum(folder, ranks) if folder else seed)
-
-    def to_record(self) -> dict[str, str]:
-        """Return the base for a manifest; {} if there is none."""
-        return self._asdict() if self.checksum else {}
-
-    def check(self, path: object, manifest: Manifest) -> None:
-        """Raise ValueError if the adapters of the checkpoint at `path` were trained on another base."""
-        saved = (manifest.extra or {}).get("base") or {}
-        if saved.get("checksum", "") != self.checksum:
-            raise ValueError(f"{path} has adapters of the base {saved.get('path')!r} ({saved.get('checksum')}), but "
-                             f"init.from_hf = {self.path!r} has {self.checksum}; give the base that they were "
-                             "trained on")
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
@@ -239,7 +247,6 @@ class Saver:
         self._has_failed = False  # the last save failed
         self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
         self._anomaly = 0  # last step that may be wrong
-        self._base: FrozenBase | None = None  # hashed when it is first needed
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
             self._checkpoints = Checkpoints(
@@ -294,7 +301,7 @@ class Saver:
                 hint = _START_ANEW
             raise ValueError(f"{error}{hint}") from error
         manifest = loaded.manifest
-        self._frozen_base().check(loaded.path, manifest)
+        state.base.check(loaded.path, manifest)
         self._loaded = loaded
         self._newest = loaded.path
         self.mark_anomaly((manifest.extra or {}).get("anomaly", 0))
@@ -420,15 +427,9 @@ class Saver:
         """Call a method of `Checkpoints` that saves the state after this step, and return its result."""
         self._saved_step = step
         self._saved_path = None
-        base = self._frozen_base().to_record()
+        extra = {"loader": state.loader.state_dict(), "anomaly": self._anomaly, "base": state.base.to_record()}
         return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly, "base": base})
-
-    def _frozen_base(self) -> FrozenBase:
-        """Return the frozen base of the run. Collective when it is first called."""
-        if self._base is None:
-            self._base = FrozenBase.find(self._config, self._job.ranks)
-        return self._base
+                    extra=extra)
 
     def path_of(self, step: int) -> Location | None:
         """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""

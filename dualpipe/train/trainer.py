@@ -48,7 +48,7 @@ from dualpipe.train.profile import (
     memory_snapshot,
 )
 from dualpipe.train.rank_checks import RankChecks
-from dualpipe.train.saver import Saver, TrainingState, describe
+from dualpipe.train.saver import FrozenBase, Saver, TrainingState, describe
 from dualpipe.train.step import build_training
 from dualpipe.train.step_health import StepHealth, measure_waits
 from dualpipe.train.stop import RankReports, stop_message
@@ -181,7 +181,8 @@ class Trainer:
         )
         runner.counts_targets |= self.data.has_loss_mask
         self.saver = saver
-        self.state = TrainingState(model, optimizer, runner.routers, self.data.loader)
+        self.state = TrainingState(
+            model, optimizer, runner.routers, self.data.loader, FrozenBase.find(config, job.ranks))
         self.guard = Guard(runner, self.state, self.kernels, saver)
         self.rank_checks = RankChecks(runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)

@@ -1,4 +1,4 @@
-"""The names of `step`'s arguments: torch's, DeepSeek's beside them, and side inputs as keywords."""
+"""The arguments of `step`: torch's names, DeepSeek's, side inputs as keywords; and the modes in which it is called."""
 
 import pytest
 import torch
@@ -46,6 +46,40 @@ def test_side_inputs_are_keywords():
     by_mapping = run(X, side={"shift": shift}, **arguments)
     assert same(run(X, shift=shift, **arguments), by_mapping)
     assert not same(run(X, **arguments), by_mapping) and same(run(X, shift=None, **arguments), run(X, **arguments))
+
+
+def test_a_step_under_inference_mode_trains_only_where_gradients_are_enabled():
+    usual = run(X, num_chunks=4, criterion=F.mse_loss, labels=Y)
+    pipe = DualPipeV([Shifted(), Shifted()])
+    with torch.inference_mode():
+        evaluated, _ = pipe.step(X, num_chunks=4, criterion=F.mse_loss, labels=Y)
+    assert torch.equal(evaluated, usual[0]) and all(parameter.grad is None for parameter in pipe.parameters())
+    with torch.inference_mode(), torch.enable_grad():
+        loss, _ = pipe.step(X, num_chunks=4, criterion=F.mse_loss, labels=Y)
+    assert same([loss, *[parameter.grad for parameter in pipe.parameters()]], usual)
+
+
+def test_a_step_leaves_the_grad_mode_as_it_was():
+    def loss_fn(y, target):
+        loss = F.mse_loss(y, target)
+        torch.set_grad_enabled(False)
+        return loss
+
+    run(X, num_chunks=1, criterion=loss_fn, labels=Y)
+    assert torch.is_grad_enabled()
+
+
+def test_micro_batches_keep_the_memory_format_of_the_batch():
+    strides = []
+
+    class Seen(nn.Linear):
+        def forward(self, x):
+            strides.append(x.stride())
+            return super().forward(x)
+
+    x = torch.randn(4, 8).t()
+    DualPipeV([Seen(4, 4), nn.Linear(4, 4)]).step(x, num_chunks=4, criterion=F.mse_loss, labels=Y)
+    assert strides == [(1, 2)] * 4
 
 
 @pytest.mark.parametrize("arguments, message", [
