@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.segments import is_reserved
+from dualpipe.parallel.fsdp.stage_parameters import modules_of
 from dualpipe.pipeline.compiled_stage import RankStages, SideSpec, Target, takes_head_rows
 
 Labels = Sequence[Tensor | None] | Tensor | None  # arguments of a loss function besides the outputs
@@ -266,8 +267,8 @@ def _check_device(stages: RankStages) -> None:
 
 
 def _first_parameter(stage: nn.Module) -> nn.Parameter | None:
-    """Return the first parameter of a stage, in a third of the time of `next(stage.parameters())`."""
-    for module in stage.modules():
+    """Return a parameter of a stage that is found first; None if it has none."""
+    for module in modules_of(stage):
         for param in module._parameters.values():
             if param is not None:
                 return param
@@ -334,7 +335,15 @@ def _split(
 
 def _parts(tensor: Tensor, num_chunks: int, dim: int) -> Sequence[Tensor]:
     """Return the micro-batches of a tensor as leaves, which require a gradient in training if the tensor does."""
-    parts = [part.clone() for part in tensor.detach().tensor_split(num_chunks, dim)]
+    whole = tensor.detach()
+    parts: Sequence[Tensor]
+    if type(tensor) is Tensor and tensor.is_contiguous():
+        size, num_larger = divmod(tensor.shape[dim], num_chunks)
+        sizes = [size + 1] * num_larger + [size] * (num_chunks - num_larger)
+        split_copy = cast(Any, torch.split_with_sizes_copy)  # torch's stub says that it returns nothing
+        parts = split_copy(whole, sizes, dim)
+    else:  # twice as slow, but strides and subclasses are kept
+        parts = [part.clone() for part in whole.tensor_split(num_chunks, dim)]
     if tensor.requires_grad and torch.is_grad_enabled():
         for part in parts:
             part.requires_grad_()

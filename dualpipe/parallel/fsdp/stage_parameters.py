@@ -185,13 +185,13 @@ class StageParameters:
                 yield param, accumulator_dtype(fsdp_param)
 
 
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Return a module and all modules inside of it, each once, in a quarter of the time of `root.modules()`."""
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules inside of it, each once, in a quarter of the time of `root.modules()`."""
     modules = [root]
     seen = {root}
     for module in modules:  # grows meanwhile
+        yield module
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
-    return modules
