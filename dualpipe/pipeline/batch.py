@@ -267,7 +267,7 @@ def _check_device(stages: RankStages) -> None:
 
 
 def _first_parameter(stage: nn.Module) -> nn.Parameter | None:
-    """Return a parameter of a stage that is found first; None if it has none."""
+    """Return the first parameter of a stage; None if it has none."""
     for module in modules_of(stage):
         for param in module._parameters.values():
             if param is not None:
