@@ -43,7 +43,9 @@ from dualpipe.schedule.messages import Message
 
 ROWS, WIDTH = 4, 16  # shape of one micro-batch
 SECONDS = 600.0  # timeout of the ranks
-GOALS = {1: 0.5, 2: 0.65, 4: 0.65}  # maximum of our host time over torch's, by number of ranks
+# Maximum of our host time over torch's, on one rank and on several.
+GOAL_ALONE = 0.5
+GOAL = 0.65
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -268,12 +270,13 @@ def main() -> int:
             for c in columns
         ]
         print(f"{world:>5} {row['bare_us']:>6.1f} | " + " | ".join(cells), flush=True)
-    ratios = {row["ranks"]: row["host"]["ratio"] for row in rows}
-    goals = {world: goal for world, goal in GOALS.items() if world in ratios}
-    met = all(ratios[world] <= goal for world, goal in goals.items())
-    print("goal: host time over torch's " + ", ".join(
-        f"{ratios[world]:.2f} of at most {goal} on {world} rank{'s' if world > 1 else ''}"
-        for world, goal in goals.items()) + f": {'met' if met else 'MISSED'}")
+    met = True
+    for row in rows:
+        goal = GOAL_ALONE if row["ranks"] == 1 else GOAL
+        ratio = row["host"]["ratio"]
+        met &= ratio <= goal
+        print(f"goal: host time on {row['ranks']} rank(s) at most {goal} of torch's: {ratio:.2f}, "
+              f"{'met' if ratio <= goal else 'MISSED'}")
     if args.save:
         save("engine_overhead", rows, args.save)
     return 0 if met else 1

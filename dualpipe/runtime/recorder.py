@@ -132,15 +132,13 @@ class Recorder:
 
         what: converted to text only when the entry is read. ranks: the global ranks being waited on.
         """
-        if self.is_observed:
-            for observer in self._observers:
-                observer.before(self, kind, what)
+        for observer in self._observers:
+            observer.before(self, kind, what)
         entry = [perf_counter_ns(), 0, self.step, kind, what, ranks, nbytes, 0]
         self._ring.append(entry)
         self._open.append(entry)
-        if self.is_observed:
-            for observer in self._observers:
-                observer.began(self, entry)
+        for observer in self._observers:
+            observer.began(self, entry)
         return entry
 
     def end(self) -> None:

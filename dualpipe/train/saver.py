@@ -61,17 +61,12 @@ class FrozenBase(NamedTuple):
 
     @staticmethod
     def find(config: Config, ranks: RankSync) -> FrozenBase:
-        """Return the base of a run, once it is loaded. Collective: the ranks share the reading of its files."""
+        """Return the base of a run. Collective: the ranks share the reading of its files."""
         if not config.lora.is_enabled:
             return FrozenBase()
         folder = config.init.from_hf
         seed = f"random weights of train.seed = {config.train.seed}"
         return FrozenBase(folder, checksum(folder, ranks) if folder else seed)
-
-    @staticmethod
-    def recorded(manifest: Manifest) -> FrozenBase:
-        """Return the base of the run that wrote a manifest."""
-        return FrozenBase(**((manifest.extra or {}).get("base") or {}))
 
     def to_record(self) -> dict[str, str]:
         """Return the base for a manifest; {} if there is none."""
@@ -79,7 +74,7 @@ class FrozenBase(NamedTuple):
 
     def check(self, path: object, manifest: Manifest) -> None:
         """Raise ValueError if the adapters of the checkpoint at `path` were trained on another base."""
-        recorded = FrozenBase.recorded(manifest)
+        recorded = FrozenBase(**((manifest.extra or {}).get("base") or {}))
         if recorded.checksum != self.checksum:
             raise ValueError(f"{path} has adapters of {recorded}, but init.from_hf has {self}; give the base that they "
                              "were trained on")
